@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache.pages": PURE,
     "cache.prefix": PURE,
     "engine.scheduler": PURE,
-    "kernels_metal": MLX,
+    "kernels_metal": MLX | {"kernels_metal"},
     "cache": MLX | {"cache", "kernels_metal"},
     "models": MLX | MLX_LM | {"models", "kernels_metal", "cache.store", "cache.state"},
     "text": {"text", "mlx_lm"},
