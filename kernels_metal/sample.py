@@ -27,6 +27,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.kernels_metal.sample_host import sample_on_host
+
 # Ids a span of the draw: sums within a span stay accurate where one running sum over V would lose tails.
 SPAN = 256
 # Largest float32 factor that makes any positive total strictly smaller.
@@ -35,6 +37,8 @@ BELOW_ONE = 1.0 - 2.0**-23
 
 def sample(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
     """Draw one token a row: (token int32 [B], logprob float32 [B]). See `sample_reference`."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return sample_on_host(logits, params, u)
     return sample_reference(logits, params, u)
 
 
