@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     "": {"blas", "engine"},
+    "__main__": {"cli"},
 }
 NEVER_MLX = {"errors", "config", "request", "engine.batch", "cache.pages", "cache.prefix", "engine.scheduler"}
 
