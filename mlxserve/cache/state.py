@@ -33,6 +33,20 @@ class LayerState:
             pool[slots] = new
             self.pools[index] = pool
 
+    def grow(self, slots: int) -> None:
+        """Make room for slot ids below `slots`; what is written stays."""
+        extra = slots - self.slots
+        self.slots = slots
+        for index, pool in enumerate(self.pools):
+            if pool is not None:
+                zeros = mx.zeros((extra, *pool.shape[1:]), pool.dtype)
+                self.pools[index] = mx.concatenate([pool, zeros])
+        mx.eval(self.arrays())
+
+    def clear(self) -> None:
+        """Drop the arrays; the next write allocates them anew."""
+        self.pools = [None] * len(self.pools)
+
     def copy(self, sources: mx.array, targets: mx.array) -> None:
         """Copy slots: (n,) ids onto (n,) other ids."""
         self.write(targets, self.read(sources))

@@ -84,7 +84,8 @@ class GroupStep:
 class LayerPages:
     """One layer's pages of K and V, and mlx-lm's cache protocol on top of them.
 
-    Allocated at the first write, when the definition shows head counts and widths. `kv_bits` 16 keeps
+    Allocated at the first write, when the definition shows head counts and widths, with room for `pages`
+    ids; `grow` makes more. `kv_bits` 16 keeps
     the dtype the definition computes in; 8 or 4 packs in groups of `group_size` (mx.quantize).
     """
 
@@ -153,6 +154,18 @@ class LayerPages:
         """Every array this layer holds, keys first."""
         return [array for pool in (self.keys, self.values) if pool is not None for array in _parts(pool)]
 
+    def grow(self, pages: int) -> None:
+        """Make room for page ids below `pages`; what is written stays."""
+        extra = pages - self.page_count
+        self.page_count = pages
+        self.keys = _grown(self.keys, extra)
+        self.values = _grown(self.values, extra)
+        mx.eval(self.arrays())  # layer by layer, so that only one is held twice
+
+    def clear(self) -> None:
+        """Drop the arrays; the next write allocates them anew."""
+        self.keys = self.values = None
+
     def copy_pages(self, sources: mx.array, targets: mx.array) -> None:
         """Copy whole pages: (n,) ids onto (n,) other ids."""
         for pool in self.arrays():
@@ -203,3 +216,13 @@ class LayerPages:
 
 def _parts(pool: mx.array | QuantisedPages) -> list[mx.array]:
     return [pool.weight, pool.scales, pool.biases] if isinstance(pool, QuantisedPages) else [pool]
+
+
+def _grown(pool: mx.array | QuantisedPages | None, extra: int) -> mx.array | QuantisedPages | None:
+    if pool is None:
+        return None
+    parts = [mx.concatenate([part, mx.zeros((extra, *part.shape[1:]), part.dtype)]) for part in _parts(pool)]
+    if isinstance(pool, QuantisedPages):
+        weight, scales, biases = parts
+        return QuantisedPages(weight, scales, biases, pool.bits, pool.group_size)
+    return parts[0]

@@ -23,6 +23,10 @@ from mlxserve.models.paged import PagedModel, Step
 from mlxserve.request import TokenLogprob
 
 
+# Pages or state slots that a pool starts with.
+SMALLEST_ROOM = 8
+
+
 @dataclass(slots=True)
 class Forward:
     """A forward pass on its way: logits (R, V) of the rows to draw from, in the order of the segments."""
@@ -59,6 +63,19 @@ class Drawn:
         return found
 
 
+def _roomier(needed: int, room: int, limit: int) -> int:
+    """The next size of a pool: a quarter more than now, so that growing stays rare, within its limit."""
+    return min(max(needed, room + room // 4, SMALLEST_ROOM), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most ids each pool of arrays may have: pages by group, slots of recurrent state."""
+
+    pages: tuple[int, ...]
+    state_slots: int
+
+
 class SoloModel:
     """A definition that cannot be paged, with mlx-lm's own caches, one sequence at a time."""
 
@@ -87,6 +104,15 @@ class SoloModel:
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
         raise AssertionError("a model without state slots copies none")
 
+    def reserve(self, group: int, pages: int) -> None:
+        raise AssertionError("a model without pages has no room for them")
+
+    def reserve_states(self, slots: int) -> None:
+        raise AssertionError("a model without state slots has no room for them")
+
+    def forget(self) -> None:
+        self._caches = []
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
@@ -95,12 +121,17 @@ class SoloModel:
 class Runner:
     """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest."""
 
-    def __init__(self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int) -> None:
+    def __init__(
+        self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int, limits: Limits
+    ) -> None:
         self.model = model
         self.sampler = Sampler(slots)
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
         self.state_slots = np.zeros(slots, np.int32)
+        self._room = [0] * len(model.windows)  # page ids that have arrays behind them, by group
+        self._state_room = 0
+        self._limits = limits
         self._last: mx.array | None = None  # tokens of the last step
         self._row_of_slot = np.zeros(slots, np.int32)
 
@@ -133,12 +164,31 @@ class Runner:
             self.sampler.admit(admission)
             if admission.state_slot is not None:
                 self.state_slots[admission.slot] = admission.state_slot
+        self._reserve(batch)
         self._apply(batch.pages)
         for group in {group for group, _, _ in batch.copies}:
             pairs = [(source, target) for g, source, target in batch.copies if g == group]
             self.model.copy_pages(group, [source for source, _ in pairs], [target for _, target in pairs])
         if batch.restores:
             self.model.copy_states(*map(list, zip(*batch.restores)))
+
+    def _reserve(self, batch: Batch) -> None:
+        """Grow the arrays to the ids this step uses for the first time."""
+        for group, room in enumerate(self._room):
+            needed = max((page for g, _, _, page in batch.pages if g == group), default=-1) + 1
+            if needed > room:
+                self._room[group] = _roomier(needed, room, self._limits.pages[group])
+                self.model.reserve(group, self._room[group])
+        slots = [admission.state_slot for admission in batch.admitted if admission.state_slot is not None]
+        needed = max([*slots, *(target for _, target in batch.checkpoints)], default=-1) + 1
+        if needed > self._state_room:
+            self._state_room = _roomier(needed, self._state_room, self._limits.state_slots)
+            self.model.reserve_states(self._state_room)
+
+    def forget(self) -> None:
+        """Drop what was computed, after a step has failed; tables and settings come with admissions."""
+        self.model.forget()
+        self._last = None
 
     def _apply(self, changes: list[tuple[int, int, int, int]]) -> None:
         for group, slot, index, page in changes:

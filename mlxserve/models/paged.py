@@ -139,6 +139,23 @@ class PagedModel:
         finally:
             self._selection.capture, self._selection.captured = False, None
 
+    def reserve(self, group: int, pages: int) -> None:
+        """Make room for page ids below `pages` in one group."""
+        for store in self._pages_of(group):
+            if store.page_count < pages:
+                store.grow(pages)
+
+    def reserve_states(self, slots: int) -> None:
+        """Make room for state slots below `slots`."""
+        for store in self.stores:
+            if isinstance(store, LayerState) and store.slots < slots:
+                store.grow(slots)
+
+    def forget(self) -> None:
+        """Drop every array; they are allocated anew at the next step. For after a step has failed."""
+        for store in self.stores:
+            store.clear()
+
     def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages of one group, in every layer of it."""
         source_ids, target_ids = mx.array(list(sources)), mx.array(list(targets))
