@@ -169,6 +169,9 @@ class PagePool:
         """Idle pages, the next to evict first."""
         return iter(self._idle)
 
+    def kept_pages(self) -> list[int]:
+        return [page for page in range(self.total) if self._kept[page]]
+
     def check(self, expected: Mapping[int, int]) -> None:
         """Raise BookkeepingError unless every page has exactly the `expected` references (absent is 0)."""
         wrong = {
