@@ -177,7 +177,7 @@ class Scheduler:
             token = next(drawn)
             if sequence.status is Status.FINISHED:
                 continue
-            sequence.in_flight = 0
+            sequence.in_flight -= 1
             sequence.tokens.append(token)
             if sequence.first_token_s is None:
                 sequence.first_token_s = now_s
@@ -204,7 +204,7 @@ class Scheduler:
         params = sequence.request.params
         if (token in self.eos and not params.ignore_eos) or token in params.stop_token_ids:
             self.finish(sequence, FinishReason.STOP)
-        elif not sequence.may_run:
+        elif len(sequence.tokens) - sequence.prompt_tokens >= (params.max_tokens or 1):
             self.finish(sequence, FinishReason.LENGTH)
 
     # -- one sequence in a step --------------------------------------------------------------------------

@@ -22,7 +22,7 @@ class Status(Enum):
 class Sequence:
     """tokens: prompt and answer so far. computed: positions whose keys and values are (being) written.
 
-    in_flight: 1 while a sampled token has not been read yet; `computed` never passes len(tokens) +
+    in_flight: tokens drawn in steps on their way and not read yet, 2 at most; `computed` never passes len(tokens) +
     in_flight. tables: page ids, one list a group. waits_for, waits_until: another sequence that is computing
     tokens this one starts with, and how many of them. A preempted sequence keeps its tokens and starts again.
     """

@@ -209,8 +209,8 @@ def free_disk() -> int:
 def _disk_full(name: HubName, needed: int) -> DoesNotFit:
     free = free_disk()
     return DoesNotFit(
-        f"{name} needs {show_bytes(needed)} more on the disk of {cache_folder()}, which has {show_bytes(free)} free; make "
-        "room (see 'mlxserve models list') or set HF_HUB_CACHE to another disk.",
+        f"{name} needs {show_bytes(needed)} more on the disk of {cache_folder()}, which has {show_bytes(free)} free; "
+        "make room (see 'mlxserve models list') or set HF_HUB_CACHE to another disk.",
         needed_bytes=needed,
         available_bytes=free,
     )

@@ -6,9 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxserve.errors import Unsupported, UsageError
 from mlxserve.kernels_metal import gguf_reference
-from mlxserve.kernels_metal.gguf_formats import FORMATS, find_format
+from mlxserve.kernels_metal.gguf_formats import FORMATS
 from tests.kernels_metal.gguf_samples import random_blocks, truth
 
 
