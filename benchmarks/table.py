@@ -8,6 +8,8 @@ import platform
 from importlib.metadata import version
 from typing import Any
 
+import mlxserve  # noqa: F401  (first: it puts OpenBLAS in before MLX loads)
+
 
 class Table:
     """Rows of cells under fixed columns."""
