@@ -63,9 +63,7 @@ def measure(engine: Engine, sequences: int, steps: int, warm: int) -> float:
     for i in range(sequences):
         params = SamplingParams(max_tokens=warm + steps + 50, temperature=0.0, ignore_eos=True).resolved()
         engine.add(Request(str(i), draw.integers(0, 256, 24).tolist(), params), lambda news: None)
-    while len(engine.scheduler.running) < sequences or not all(
-        s.decoding for s in engine.scheduler.running
-    ):
+    while len(engine.scheduler.running) < sequences or not all(s.decoding for s in engine.scheduler.running):
         engine.step()
     for _ in range(warm):
         engine.step()
