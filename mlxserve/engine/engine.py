@@ -20,7 +20,8 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -46,17 +47,10 @@ from mlxserve.request import Delta, FinishReason, Metrics, Request, SamplingPara
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from mlxserve.engine.grammar import Constraint, Grammars
+
 Sink = Callable[[Delta | MlxServeError], None]
-
-
-class Constraint(Protocol):
-    """A grammar on its way through one answer (engine/grammar.py)."""
-
-    def mask(self) -> np.ndarray:
-        """Packed bits, uint32 (ceil(V / 32),), of the tokens that may come next."""
-
-    def accept(self, token: int) -> bool:
-        """Take a token that was drawn; True when the text is complete and must end."""
 
 
 @dataclass(slots=True)
@@ -78,6 +72,7 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
     finished: int = 0
     failed: int = 0
     busy_s: float = 0.0
@@ -87,8 +82,7 @@ class Counters:
 class Engine:
     """One loaded model, serving many requests. Not thread-safe: see worker.py.
 
-    constrain: makes a Constraint for settings that need one; None refuses such settings. Raises
-    DoesNotFit if the machine has no memory for even one page.
+    Raises DoesNotFit if the machine has no memory for even one page.
     """
 
     def __init__(
@@ -97,13 +91,11 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         *,
-        constrain: Callable[[SamplingParams], Constraint] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
         self.clock = clock
-        self.constrain = constrain
         self.way, self.reason = choose_way(loaded.config)
         self.config = config if self.way != SOLO else replace(config, max_sequences=1)
         bound_mlx()
@@ -119,8 +111,11 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------
 
-    def add(self, request: Request, sink: Sink) -> None:
-        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses."""
+    def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
+        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses.
+
+        constraint: the request's compiled grammar, where another thread has made it (`compile_grammar`).
+        """
         if request.id in self._streams:
             raise UsageError(f"A request with the id {request.id!r} is already here.", param="id")
         bad = next((t for t in request.params.logit_bias if t >= self.tokenizer.vocab_size), None)
@@ -129,11 +124,8 @@ class Engine:
                 f"logit_bias names token {bad}; the vocabulary has {self.tokenizer.vocab_size}.",
                 param="logit_bias",
             )
-        constraint = None
-        if request.params.constrained:
-            if self.constrain is None:
-                raise UsageError("This engine enforces no grammars.", param="schema")
-            constraint = self.constrain(request.params)
+        if constraint is None:
+            constraint = self.compile_grammar(request.params)
         now = self.clock()
         sequence = self.scheduler.add(request, now)
         deadline = None if request.deadline_s is None else now + request.deadline_s
@@ -141,6 +133,27 @@ class Engine:
             sequence, TextStream(self.tokenizer, request.params.stop), sink, deadline, constraint
         )
         self._streams[request.id] = self._of[sequence] = stream
+        if constraint is not None:
+            self._force(stream)
+
+    def compile_grammar(self, params: SamplingParams) -> Constraint | None:
+        """A constraint for settings that ask for one; any thread may call. Raises Unsupported with a reason."""
+        return self.grammars.compile(params) if params.constrained else None
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiled grammars of this model's vocabulary."""
+        from mlxserve.engine.grammar import Grammars
+
+        return Grammars(self.tokenizer, self.vocabulary)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many logits a row has: the model's own count, which may exceed the tokenizer's."""
+        text = self.loaded.config.get("text_config") or {}
+        return int(
+            self.loaded.config.get("vocab_size") or text.get("vocab_size") or self.tokenizer.vocab_size
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request now; what it held is free for the next step. Unknown ids are ignored."""
@@ -180,13 +193,18 @@ class Engine:
             self._pending = None
 
     def _masks(self, forward: Forward) -> dict[int, np.ndarray]:
-        """Packed masks of the rows under a grammar whose sequences still run."""
-        masks = {}
-        for stream in self._streams.values():
-            sequence = stream.sequence
-            if stream.constraint is not None and sequence.in_flight and sequence.slot in forward.slots:
-                masks[sequence.slot] = stream.constraint.mask()
-        return masks
+        """Packed masks of the rows under a grammar whose sequences still wait for this draw."""
+        if not any(stream.constraint for stream in self._streams.values()):
+            return {}
+        drawing = set(forward.slots.tolist())
+        streams = [
+            stream
+            for stream in self._streams.values()
+            if stream.constraint is not None and stream.sequence.in_flight and stream.sequence.slot in drawing
+        ]
+        constraints = [stream.constraint for stream in streams if stream.constraint is not None]
+        rows = self.grammars.masks(constraints) if constraints else ()
+        return {stream.sequence.slot: row for stream, row in zip(streams, rows)}
 
     def _commit(self, drawn: Drawn) -> None:
         tokens = drawn.read()
@@ -223,7 +241,11 @@ class Engine:
         params = sequence.request.params
         ended_by_id = sequence.finish_reason is FinishReason.STOP
         text = "" if ended_by_id else stream.text.push(token)
-        complete = stream.constraint is not None and not ended_by_id and stream.constraint.accept(token)
+        try:
+            complete = stream.constraint is not None and not ended_by_id and stream.constraint.accept(token)
+        except MlxServeError as error:
+            self._fail(sequence, error)
+            return
         if (stream.text.stopped or complete) and sequence.status is not Status.FINISHED:
             self.scheduler.finish(sequence, FinishReason.STOP)
         elif stream.text.stopped:
@@ -233,6 +255,32 @@ class Engine:
             self._close(stream, text, (token,), logprobs)
         else:
             stream.sink(Delta(text, (token,), logprobs))
+            if stream.constraint is not None:
+                self._force(stream)
+
+    def _force(self, stream: _Stream) -> None:
+        """Take the tokens that a grammar leaves no choice about, without a forward pass for each.
+
+        A single one is drawn in the step on its way anyway. Not where log-probabilities were asked for:
+        these come from logits.
+        """
+        assert stream.constraint is not None
+        sequence = stream.sequence
+        forced = stream.constraint.forced()
+        room = (sequence.request.params.max_tokens or 1) - len(sequence.tokens) + sequence.prompt_tokens
+        if len(forced) < 2 or len(forced) >= room or sequence.request.params.logprobs is not None:
+            return
+        self.scheduler.force(sequence, forced, self.clock())
+        for token in forced:
+            stream.constraint.accept(token)
+        text = "".join(stream.text.push(token) for token in forced)
+        self.counters.generated_tokens += len(forced)
+        self.counters.forced_tokens += len(forced)
+        if stream.text.stopped:
+            self.scheduler.finish(sequence, FinishReason.STOP)
+            self._close(stream, text, tuple(forced))
+        else:
+            stream.sink(Delta(text, tuple(forced)))
 
     def _close(
         self,
@@ -400,6 +448,7 @@ class Engine:
             "prefix_hit_tokens": tree.hit_tokens,
             "prefix_hit_rate": tree.hit_tokens / tree.lookup_tokens if tree.lookup_tokens else 0.0,
             "generated_tokens": counters.generated_tokens,
+            "forced_tokens": counters.forced_tokens,
             "prompt_tokens": counters.prompt_tokens,
             "tokens_per_s": counters.generated_tokens / counters.busy_s if counters.busy_s else 0.0,
             "preemptions": scheduler.preemptions,
