@@ -13,7 +13,6 @@ import pytest
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 
-
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
