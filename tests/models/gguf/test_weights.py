@@ -30,7 +30,7 @@ def _file(path: Path, name: str = "llama", **options: Any) -> tuple[Any, GGUFFil
 
 
 def _mixed(name: str) -> Kind:
-    """Every packable type in one model, two that are not, and floats for the vectors."""
+    """Most packable types in one model, and floats."""
     if name.endswith(("norm.weight", ".bias")):
         return Kind.F32
     for part, kind in (
@@ -109,13 +109,15 @@ def test_packed_report_and_quantization(tmp_path: Path) -> None:
     packed = file.read(mode="packed", dtype=mx.float16)
     assert packed.report.keys() == file.tensors.keys()
     assert packed.report["blk.0.attn_q.weight"] == "repacked"
-    assert packed.report["blk.0.ffn_gate.weight"] == "dequantised"
     assert packed.report["blk.0.ffn_down.weight"] == "float"
     assert packed.report["output_norm.weight"] == "float"
     quantization = packed.quantization
     assert quantization is not None and (quantization["group_size"], quantization["bits"]) == (32, 4)
-    assert quantization["model.embed_tokens"] == {"group_size": 32, "bits": 8}
-    assert quantization["model.layers.2.self_attn.v_proj"] == {"group_size": 32, "bits": 5}
+    assert quantization["model.embed_tokens"] == {"group_size": 32, "bits": 8, "mode": "affine"}
+    five_bits = {"group_size": 32, "bits": 5, "mode": "affine"}
+    assert quantization["model.layers.2.self_attn.v_proj"] == five_bits
+    assert quantization["model.layers.2.mlp.gate_proj"]["mode"] == "mxfp4"
+    assert packed.arrays["model.layers.2.mlp.gate_proj.scales"].dtype == mx.uint8
     assert "model.layers.2.self_attn.q_proj" not in quantization
     assert packed.arrays["model.embed_tokens.scales"].dtype == mx.float16
     assert set(file.read().report.values()) == {"dequantised", "float"}
