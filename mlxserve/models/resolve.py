@@ -60,7 +60,7 @@ def find_local(name: str) -> ModelFiles | None:
     Raises ModelInvalid for a path that exists and holds no model.
     """
     path = Path(name).expanduser()
-    if path.exists() and not (is_alias(name) and _holds_no_model(path)):
+    if name and path.exists() and not (is_alias(name) and _holds_no_model(path)):
         return ModelFiles(*_look_at(path), path.resolve().name, "path")
     packaged = packaged_file(name)
     return ModelFiles("gguf", packaged, name, "package") if packaged else None
