@@ -103,11 +103,11 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{_etag(content)}"'}
         if len(content) >= LARGE:
             headers |= {"X-Linked-Etag": f'"{_etag(content)}"', "X-Linked-Size": str(len(content))}
-        span = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if span and body and not self.hub.ignore_ranges:
-            start = int(span[1])
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            return self._send(206, content[start:], headers, self._limit(name))
+            start, end = int(span[1]), min(int(span[2] or len(content)) + 1, len(content))
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+            return self._send(206, content[start:end], headers, self._limit(name))
         return self._send(200, content, headers, self._limit(name) if body else None)
 
     def _limit(self, name: str) -> int | None:

@@ -23,8 +23,11 @@ from mlxserve.errors import (
 )
 from mlxserve.models import cached, hub, transfer
 from mlxserve.models.cached import HubName, find, list_cached, parse_hub_name, remove
+from mlxserve.models.describe import describe
 from mlxserve.models.files import INDEX, inspect
-from mlxserve.models.hub import obtain, pull
+from mlxserve.models.hub import pull
+from mlxserve.models.resolve import resolve
+from mlxserve.models.transfer import Progress
 from tests.models.fake_hub import FakeHub, serve, use
 
 WEIGHTS = save({"a": np.arange(2000, dtype=np.float32)})
@@ -79,6 +82,10 @@ def place(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def _silent(done: int, total: int) -> None:
     pass
+
+
+def obtain(name: HubName, progress: Progress) -> Path:
+    return resolve(str(name), progress).path
 
 
 def _sharded(absent: bool = False) -> dict[str, bytes]:
@@ -296,6 +303,24 @@ def test_no_weights_at_all(place: Place) -> None:
     place.hub.add("org/model", {"README.md": b"words"})
     with pytest.raises(ModelInvalid, match="no weights"):
         pull(ORG, _silent)
+
+
+@pytest.mark.parametrize("files", [MODEL, _sharded()], ids=["single", "sharded"])
+def test_a_model_is_described_before_it_is_fetched(files: dict[str, bytes], place: Place) -> None:
+    place.hub.add("org/model", files)
+    found = describe("org/model")
+    assert find(ORG) is None and not list_cached()
+    assert found.path is None and found.architecture == "llama" and found.is_defined
+    pull(ORG, _silent)
+    here = describe("org/model")
+    assert here.path is not None and (here.weights, here.types) == (found.weights, found.types)
+    assert here.weights.parameters == (2000 if files is MODEL else 5000)
+
+
+def test_a_gguf_is_described_only_here(place: Place) -> None:
+    place.hub.add("org/model", QUANTS)
+    with pytest.raises(ModelUnsupported, match="mlxserve models pull org/model:Q8_0"):
+        describe("org/model:Q8_0")
 
 
 QUANTS = {"m-Q4_K_M.gguf": GGUF, "m-Q8_0.gguf": GGUF + b"8", "mmproj-m.gguf": GGUF + b"v", "README.md": b"x"}

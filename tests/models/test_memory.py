@@ -14,7 +14,7 @@ import mlxserve  # noqa: F401  (puts OpenBLAS before MLX)
 from mlxserve.errors import DoesNotFit, ModelInvalid
 from mlxserve.models.definitions import find_definition, import_definition
 from mlxserve.models.files import inspect
-from mlxserve.models.kvlayout import LATENT, WINDOWED, context_length, kv_layers, text_config
+from mlxserve.models.kvlayout import LATENT, WINDOWED, kv_layers, text_config
 from mlxserve.models.memory import (
     Estimate,
     kv_bytes,
@@ -220,26 +220,6 @@ def test_an_image_models_text_part_counts() -> None:
     outer = {"model_type": "gemma3", "vocab_size": 288, "text_config": inner, "vision_config": {}}
     assert text_config(outer)["vocab_size"] == 288
     assert kv_layers(outer) == kv_layers(tiny.config("gemma3_text"))
-
-
-@pytest.mark.parametrize(
-    ("config", "length"),
-    [
-        ({"max_position_embeddings": 2048}, 2048),
-        ({"n_positions": 128}, 128),
-        ({}, None),
-        (
-            {
-                "max_position_embeddings": 4096,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
-            },
-            16384,
-        ),
-        ({"text_config": {"max_position_embeddings": 7}}, 7),
-    ],
-)
-def test_context_length(config: dict[str, Any], length: int | None) -> None:
-    assert context_length({"model_type": "llama", **config}) == length
 
 
 def test_a_configuration_without_layers_is_named() -> None:
