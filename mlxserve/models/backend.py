@@ -29,11 +29,12 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def backend_problem(backends: list[str], platform: str = sys.platform) -> str | None:
+def backend_problem(backends: list[str], platform: str | None = None) -> str | None:
     """What is wrong with a set of backend packages, as a sentence with the way out; None if nothing."""
-    if platform.startswith("linux") and not backends:
+    on_linux = (platform or sys.platform).startswith("linux")
+    if on_linux and not backends:
         return f"MLX has no backend here: install exactly one, {INSTALL}."
-    if platform.startswith("linux") and len(backends) > 1:
+    if on_linux and len(backends) > 1:
         names = " and ".join(backends)
         return (
             f"{names} are both installed and overwrite each other's library: "

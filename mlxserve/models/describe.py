@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mlxserve.config import LoadConfig
 from mlxserve.models.cached import HubName
 from mlxserve.models.files import TensorInfo, inspect, is_defined, read_config
 from mlxserve.models.kvlayout import text_config
@@ -36,6 +37,18 @@ class Description:
     @property
     def architecture(self) -> str:
         return str(text_config(self.config).get("model_type"))
+
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence may hold if nothing else is asked for."""
+        from mlxserve.models.load import context_of
+
+        return context_of(self.config, LoadConfig())
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of the floats that an accelerator computes with: as most are stored, 2 in a packed model."""
+        return 4 if set(self.types) == {"F32"} and self.weights.bits_per_weight == 32 else 2
 
     @property
     def is_defined(self) -> bool:
