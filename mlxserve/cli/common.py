@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxserve.config import EngineConfig, LoadConfig
+from mlxserve.errors import UsageError
 from mlxserve.models.memory import show_bytes
-from mlxserve.request import Metrics
+from mlxserve.request import Metrics, Output
 
 if TYPE_CHECKING:
     from mlxserve.engine.llm import LLM
@@ -37,6 +38,12 @@ def open_llm(model: str, load: LoadConfig, engine: EngineConfig) -> Iterator[LLM
         yield llm
 
 
+def require_template(llm: LLM, raw: bool) -> None:
+    """Raise UsageError if a chat is wanted of a model that has no chat template."""
+    if not raw and llm.tokenizer.chat_template is None:
+        raise UsageError(f"{llm.name} has no chat template; use --raw to complete the prompt as it is.")
+
+
 def say(text: str) -> None:
     """A line for the person, on standard error."""
     click.echo(text, err=True)
@@ -57,6 +64,29 @@ def figures(metrics: Metrics, peak_bytes: int) -> str:
     if metrics.decode_tokens_per_s is not None:
         parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
     return " · ".join([*parts, f"peak {show_bytes(peak_bytes)}"])
+
+
+def record(output: Output) -> dict[str, Any]:
+    """An answer as plain values, for JSON."""
+    metrics = output.metrics
+    found: dict[str, Any] = {
+        "text": output.text,
+        "finish_reason": output.finish_reason,
+        "token_ids": output.token_ids,
+        "usage": {
+            "prompt_tokens": metrics.prompt_tokens,
+            "cached_tokens": metrics.cached_tokens,
+            "completion_tokens": metrics.completion_tokens,
+        },
+        "time_to_first_token_s": metrics.time_to_first_token_s,
+        "total_s": metrics.total_s,
+    }
+    if output.logprobs is not None:
+        found["logprobs"] = [
+            {"token_id": item.token_id, "logprob": item.logprob, "top": [list(pair) for pair in item.top]}
+            for item in output.logprobs
+        ]
+    return found
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -45,7 +45,13 @@ def load_options(command: Command) -> Command:
     @click.option(
         "--context", type=int, metavar="TOKENS", help="Tokens a sequence may hold.  [default: the model's]"
     )
-    @click.option("--dtype", type=click.Choice(DTYPES), default=LoadConfig().dtype, show_default=True)
+    @click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default=LoadConfig().dtype,
+        show_default=True,
+        help="What to compute in; auto is as stored, and float32 on a CPU.",
+    )
     @click.option("--rope-theta", type=float, help="Override the base of the rotary embedding.")
     @click.option("--rope-scaling", metavar="JSON", help="Override the scaling of the rotary embedding.")
     @click.option(
