@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,15 @@ class KernelFailure(AssertionError):
         if other:
             lines.append(f"  the other: {other}")
         super().__init__("\n".join(lines))
+
+
+_SPACES = {"1": "device", "2": "constant", "3": "threadgroup"}
+
+
+def tidy(message: str) -> str:
+    """Clang's spelling of types, as a kernel's author wrote them."""
+    message = re.sub(r"'[^']*' \(aka '([^']*)'\)", r"'\1'", message)
+    return re.sub(r"__attribute__\(\(address_space\((\d)\)\)\)", lambda m: _SPACES[m.group(1)], message)
 
 
 @functools.cache

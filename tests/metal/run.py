@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from tests.metal import compile as compiler
-from tests.metal.report import KernelFailure, Where, find_line
+from tests.metal.report import KernelFailure, Where, find_line, tidy
 
 Order = Literal["forward", "reverse", "rotating"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -176,7 +176,7 @@ def run(
     )
     if failure.failed:
         here, other = _where(failure.here, library), _where(failure.other, library)
-        raise KernelFailure(name, failure.message.decode(), here, other, order)
+        raise KernelFailure(name, tidy(failure.message.decode()), here, other, order)
     return _counters(buffers, totals, traffic)
 
 

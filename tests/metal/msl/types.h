@@ -101,7 +101,7 @@ constexpr int width() {
 template <class V, class First, class... Rest>
 inline V make(First first, Rest... rest) {
   typedef typename vector_of<V>::element Element;
-  V v;
+  V v{};
   if constexpr (sizeof...(Rest) == 0 && !is_vector<First>) {
     for (int k = 0; k < vector_of<V>::size; k++) v[k] = (Element)first;
   } else {

@@ -119,21 +119,15 @@ static void check_byte(Region& r, u64 byte, bool write, const Now& now, Location
 
 // ---- the checks in order
 
-static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, bool aligned, Location here) {
+static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, Location here) {
   const char* verb = write ? "write" : "read";
-  long byte = p - r.begin;
   if (p + size > r.end) {
     fail(here, "out-of-bounds %s of %u bytes runs over the end of %s '%s', which has %ld bytes", verb, size, kind_name(r), r.name,
          (long)(r.end - r.begin));
     return false;
   }
-  if (aligned && size <= 16 && (u64)p % size) {
-    fail(here, "misaligned %s of %u bytes at byte %ld of %s '%s': only its elements' alignment is promised", verb, size, byte, kind_name(r),
-         r.name);
-    return false;
-  }
   if (write && r.kind == READ_ONLY) {
-    fail(here, "write to byte %ld of input '%s', which is read-only", byte, r.name);
+    fail(here, "write to byte %ld of input '%s', which is read-only", (long)(p - r.begin), r.name);
     return false;
   }
   return true;
@@ -142,7 +136,7 @@ static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, bool
 // A thread's own stack, and the position and argument list that the launcher reads.
 static bool is_private(const u8* p) { return on_a_stack(p) || (p >= (const u8*)&run && p < (const u8*)(&run + 1)); }
 
-void check_access(const void* address, u32 size, bool write, bool aligned, u64 return_address) {
+void check_access(const void* address, u32 size, bool write, u64 return_address) {
   run.totals.accesses++;
   if (!run.current || failed() || !size) return;
   const u8* p = (const u8*)address;
@@ -154,7 +148,7 @@ void check_access(const void* address, u32 size, bool write, bool aligned, u64 r
     return;
   }
   Location here = current_at_instruction(return_address);
-  if (!passes_as_a_whole(*r, p, size, write, aligned, here)) return;
+  if (!passes_as_a_whole(*r, p, size, write, here)) return;
   u32 site = (u32)here.offset;
   if (r->kind != THREADGROUP) note_traffic(*r, p, size, write, site);
   if (!r->shadow) return;
@@ -176,7 +170,7 @@ extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads)
   Location here = current_at(at);
   Region* r = region_of(p);
   if (!r) return fail_out_of_bounds(p, size, "atomic access", here);
-  if (!passes_as_a_whole(*r, p, size, true, true, here)) return;
+  if (!passes_as_a_whole(*r, p, size, true, here)) return;
   if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, (u32)((u64)at.file * 31 + at.line));
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);

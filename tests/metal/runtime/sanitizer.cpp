@@ -4,11 +4,11 @@
 
 #define CALLER ((u64)__builtin_return_address(0))
 
-#define MSL_TSAN(N)                                                                                   \
-  extern "C" void __tsan_read##N(void* p) { check_access(p, N, false, true, CALLER); }                \
-  extern "C" void __tsan_write##N(void* p) { check_access(p, N, true, true, CALLER); }                \
-  extern "C" void __tsan_unaligned_read##N(void* p) { check_access(p, N, false, false, CALLER); }     \
-  extern "C" void __tsan_unaligned_write##N(void* p) { check_access(p, N, true, false, CALLER); }
+#define MSL_TSAN(N)                                                                           \
+  extern "C" void __tsan_read##N(void* p) { check_access(p, N, false, CALLER); }              \
+  extern "C" void __tsan_write##N(void* p) { check_access(p, N, true, CALLER); }              \
+  extern "C" void __tsan_unaligned_read##N(void* p) { check_access(p, N, false, CALLER); }    \
+  extern "C" void __tsan_unaligned_write##N(void* p) { check_access(p, N, true, CALLER); }
 MSL_TSAN(1)
 MSL_TSAN(2)
 MSL_TSAN(4)
@@ -19,17 +19,17 @@ extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void* __tsan_memcpy(void* to, const void* from, size_t n) {
-  check_access(from, (u32)n, false, false, CALLER);
-  check_access(to, (u32)n, true, false, CALLER);
+  check_access(from, (u32)n, false, CALLER);
+  check_access(to, (u32)n, true, CALLER);
   return memcpy(to, from, n);
 }
 extern "C" void* __tsan_memmove(void* to, const void* from, size_t n) {
-  check_access(from, (u32)n, false, false, CALLER);
-  check_access(to, (u32)n, true, false, CALLER);
+  check_access(from, (u32)n, false, CALLER);
+  check_access(to, (u32)n, true, CALLER);
   return memmove(to, from, n);
 }
 extern "C" void* __tsan_memset(void* to, int value, size_t n) {
-  check_access(to, (u32)n, true, false, CALLER);
+  check_access(to, (u32)n, true, CALLER);
   return memset(to, value, n);
 }
 
@@ -38,6 +38,13 @@ extern "C" void __sanitizer_cov_trace_pc() {
   if (!run.current) return;
   if (++run.totals.blocks > run.launch->block_limit)
     fail(current_at_instruction(CALLER), "still running after %lu basic blocks: an endless loop?", run.launch->block_limit);
+}
+
+// compile.py puts a call of this before every load and store.
+extern "C" void msl_check_alignment(const void* p, u64 alignment) {
+  if (run.current && (u64)p % alignment)
+    fail(current_at_instruction(CALLER), "misaligned access: an address %lu bytes above a multiple of %lu, which the type asks for",
+         (u64)p % alignment, alignment);
 }
 
 // ---- undefined behaviour: each handler gets the source location and type descriptors
@@ -91,7 +98,7 @@ extern "C" void __ubsan_handle_shift_out_of_bounds(const ShiftData* d, u64, u64 
 extern "C" void __ubsan_handle_out_of_bounds(const IndexData* d, u64 index) {
   fail(at(d->at), "index %ld is out of the bounds of %s", value(d->index, index), d->array->name);
 }
-extern "C" void __ubsan_handle_local_out_of_bounds() {
+extern "C" void __ubsan_handle_local_out_of_bounds_abort() {
   fail(current_at_instruction(CALLER), "access out of the bounds of a local array or constant table");
 }
 extern "C" void __ubsan_handle_float_cast_overflow(const SourceLocation* d, u64) {

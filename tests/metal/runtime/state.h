@@ -153,7 +153,7 @@ Location current_at(Place);
 Location current_at_instruction(u64 return_address);
 Location thread_at_site(u32 number, u32 site);
 // ---- memory.cpp
-void check_access(const void* address, u32 size, bool write, bool aligned, u64 return_address);
+void check_access(const void* address, u32 size, bool write, u64 return_address);
 // ---- traffic.cpp
 void note_traffic(Region&, const u8* address, u32 size, bool write, u32 site);
 void flush_traffic();
