@@ -52,11 +52,11 @@ UNDEFINED = (
     "float-cast-overflow,builtin,return"
 )
 BACK_END = shlex.split("""
-    -O1 -fPIC -fno-vectorize -fno-slp-vectorize -gline-tables-only -x ir -c
+    -O2 -fPIC -fno-vectorize -fno-slp-vectorize -gline-tables-only -x ir -c
     -Wno-override-module -Wno-unused-command-line-argument
     -fsanitize=thread,local-bounds -fno-sanitize-trap=local-bounds -fsanitize-coverage=edge,trace-pc,no-prune
     -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
-    -mllvm -tsan-handle-cxx-exceptions=0
+    -mllvm -tsan-handle-cxx-exceptions=0 -mllvm -inline-threshold=10000
 """)
 LIBRARY = shlex.split("""
     -std=c++20 -O2 -fPIC -ffreestanding -nostdinc -fno-exceptions -fno-rtti -fno-stack-protector
@@ -121,6 +121,8 @@ _VARIABLE = re.compile(
     r"((?:const\s+)?(?:metal::)?[A-Za-z_]\w*(?:\s*<[^;<>]*>)?(?:::\w+)*)\s+"
     r"([A-Za-z_]\w*\s*(?:\[[^;\]]*\]\s*)*(?:,\s*\w+\s*(?:\[[^;\]]*\]\s*)*)*)(?=;)"
 )
+# No store of a kernel can change its inputs: Apple's compiler knows that from the address spaces and `const`.
+_INPUT = re.compile(r"(\bconst (?:device|constant) \w+[*&])\s*(\w+\s*\[\[buffer)")
 _DECLARATOR = re.compile(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)")
 
 
@@ -131,6 +133,7 @@ def edit(source: str) -> str:
     """
     text = _INSTANTIATION.sub("template decltype", strip_comments(source))
     text = _CONSTRUCTOR.sub(r"msl::make<\1>(", text)
+    text = _INPUT.sub(r"\1 __restrict \2", text)
     return _VARIABLE.sub(_shared_variables, text)
 
 
@@ -260,9 +263,7 @@ _ACCESS = re.compile(
     re.MULTILINE,
 )
 # It touches nothing a kernel can see, so that it stands in no optimisation's way.
-_CHECK = (
-    "declare void @msl_check_alignment(ptr, i64) memory(inaccessiblemem: readwrite) nounwind willreturn\n"
-)
+_CHECK = "declare void @msl_check_alignment(ptr captures(none), i64) memory(inaccessiblemem: readwrite) nounwind willreturn\n"
 
 
 def _rewrite_ir(ir: Path) -> None:
