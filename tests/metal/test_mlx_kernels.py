@@ -1,6 +1,6 @@
-"""The harness against an independent truth: MLX's own Metal kernels compile, run clean and match MLX's CPU results.
+"""The harness against an independent truth: MLX's own Metal kernels run clean and match MLX's CPU results.
 
-The text is what the installed MLX ships as Metal headers. It promises 16-byte aligned buffers, as MLX allocates.
+The text is what the installed MLX ships as Metal headers. It relies on 16-byte aligned buffers.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_qmv_fast(bits: int, dtype: mx.Dtype, order: harness.Order) -> None:
 @pytest.mark.parametrize("order", harness.ORDERS)
 def test_qmm_t(order: harness.Order) -> None:
     inputs, expected = quantized(40, 4, mx.bfloat16)
-    body = f"""constexpr int BK_padded = (32 + 16 / sizeof(T));
+    body = """constexpr int BK_padded = (32 + 16 / sizeof(T));
         threadgroup T Xs[32 * BK_padded];
         threadgroup T Ws[32 * BK_padded];
         qmm_t_impl<T, 64, 4, true, T, 32, 32, 32>(w, scales, biases, x, y, Xs, Ws, K, N, M, K,
@@ -111,8 +111,8 @@ def test_sdpa_vector(dtype: mx.Dtype, order: harness.Order) -> None:
         "row_stride": mx.array(width, mx.uint64),
         "scale": mx.array(0.125),
     }
-    body = """sdpa_vector<T, 64, 64>(x, k, v, y, gqa, N, head_stride, row_stride, head_stride, row_stride, scale,
-        (const device bool*)nullptr, (const device T*)nullptr, gqa, gqa, gqa, x, gqa,
+    body = """sdpa_vector<T, 64, 64>(x, k, v, y, gqa, N, head_stride, row_stride, head_stride, row_stride,
+        scale, (const device bool*)nullptr, (const device T*)nullptr, gqa, gqa, gqa, x, gqa,
         threadgroup_position_in_grid, threadgroups_per_grid, simdgroup_index_in_threadgroup,
         thread_index_in_simdgroup);"""
     header = '#include "mlx/backend/metal/kernels/sdpa_vector.h"\n'
