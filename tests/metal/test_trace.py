@@ -17,8 +17,8 @@ template <typename T, int N, bool B>
   const constant int* big_shape [[buffer(3)]],
   device float* y [[buffer(4)]],
   device float* z [[buffer(5)]],
-  uint3 thread_position_in_grid [[thread_position_in_grid]],
-  uint thread_index_in_simdgroup [[thread_index_in_simdgroup]]) {
+  uint thread_index_in_simdgroup [[thread_index_in_simdgroup]],
+  uint3 thread_position_in_grid [[thread_position_in_grid]]) {
 uint i = thread_position_in_grid.x;
 y[i] = T(twice(lens[i % 7]) * scale + big[0] + big_shape[0]);
 z[i] = thread_index_in_simdgroup;
@@ -64,6 +64,6 @@ def test_signature_of_the_golden_text() -> None:
     assert signature.call == (
         f"{name}<float16_t, 4, 1>((const constant int32_t*)buffers[0], *(const constant float*)buffers[1], "
         "(const device float*)buffers[2], (const constant int*)buffers[3], (device float*)buffers[4], "
-        "(device float*)buffers[5], uint3{(uint)t->position_in_grid[0], (uint)t->position_in_grid[1], "
-        "(uint)t->position_in_grid[2]}, (uint)(t->lane))"
+        "(device float*)buffers[5], (uint)(t->lane), uint3{(uint)t->position_in_grid[0], "
+        "(uint)t->position_in_grid[1], (uint)t->position_in_grid[2]})"
     )
