@@ -13,7 +13,7 @@ EVERYONE = {"errors", "config", "request"}
 PLAIN = {"errors", "config", "request", "engine.batch"}
 MLX = {"mlx"}
 MLX_LM = {"mlx_lm"}
-PURE = PLAIN | {"cache.pages", "cache.prefix", "engine.scheduler"}
+PURE = PLAIN | {"cache.pages", "cache.radix", "cache.prefix", "engine.scheduler"}
 # room -> rooms it may import, beyond EVERYONE; the most specific name decides.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
     "blas": set(),
     "engine.batch": PLAIN,
     "cache.pages": PURE,
+    "cache.radix": PURE,
     "cache.prefix": PURE,
     "engine.scheduler": PURE,
-    "kernels_metal": MLX,
+    "kernels_metal": MLX | {"kernels_metal"},
     "cache": MLX | {"cache", "kernels_metal"},
     "models": MLX | MLX_LM | {"models", "kernels_metal", "cache.store", "cache.state"},
     "text": {"text", "mlx_lm"},
@@ -47,8 +48,9 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     "": {"blas", "engine"},
+    "__main__": {"cli"},
 }
-NEVER_MLX = {"errors", "config", "request", "engine.batch", "cache.pages", "cache.prefix", "engine.scheduler"}
+NEVER_MLX = PLAIN | {"cache.pages", "cache.radix", "cache.prefix", "engine.scheduler"}
 
 
 def _files() -> list[Path]:
