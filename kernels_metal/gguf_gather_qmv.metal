@@ -17,7 +17,7 @@ if (rows <= 0) {
 }
 
 float sums[ROWS] = {0.0f};
-multiply_rows<BlockRows<Block>, T, ROWS, 1>(
+multiply_rows<ROWS, 1>(
     block_rows<Block>(w, indices[pair], all_rows, row, columns), rows, x + long(vector) * columns, columns, 1,
     lane, sums);
 UNROLL

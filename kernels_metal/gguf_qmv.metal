@@ -17,7 +17,7 @@ if (rows <= 0) {
 }
 
 float sums[ROWS * M] = {0.0f};
-multiply_rows<BlockRows<Block>, T, ROWS, M>(
+multiply_rows<ROWS, M>(
     block_rows<Block>(w, 0, all_rows, row, columns), rows, x + long(vector) * columns, columns, vectors, lane,
     sums);
 UNROLL

@@ -19,7 +19,7 @@ constant constexpr int POOL_VALUES = (TILE_VECTORS + TILE_ROWS) * PITCH;
 // Unpack this thread's unit of step `step` into its place in `tile` [TILE_ROWS, PITCH]; zeros beyond the end.
 template <typename Rows, typename T>
 inline void fill_weights(
-    threadgroup T* tile, Rows weights, const int rows, const int units, const int step, const int thread_index) {
+    threadgroup T* tile, const Rows weights, const int rows, const int units, const int step, const int thread_index) {
   typedef typename Rows::Unit Unit;
   const int row = thread_index / 2;
   const int unit = step * 2 + thread_index % 2;
@@ -84,7 +84,7 @@ inline void multiply_tiles(
 // rows of weights. All 128 threads call it, with the same arguments but their index.
 template <typename Rows, typename T>
 inline void multiply_tile(
-    threadgroup float* pool, Rows weights, const int rows, const device T* x, const int vectors,
+    threadgroup float* pool, const Rows weights, const int rows, const device T* x, const int vectors,
     const int columns, device T* y, const int pitch, const int thread_index) {
   threadgroup T* w_tile = (threadgroup T*)pool;
   threadgroup T* x_tile = w_tile + TILE_ROWS * PITCH;
@@ -100,10 +100,10 @@ inline void multiply_tile(
   const int units = columns / UNIT_WEIGHTS;
   for (int step = 0; step < (units + 1) / 2; step++) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the previous step's tiles are used up
-    fill_weights<Rows, T>(w_tile, weights, rows, units, step, thread_index);
-    fill_vectors<Rows, T>(x_tile, x, vectors, columns, step, thread_index);
+    fill_weights(w_tile, weights, rows, units, step, thread_index);
+    fill_vectors<Rows>(x_tile, x, vectors, columns, step, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles are full
-    multiply_tiles<T>(x_tile + first_vector * PITCH, w_tile + first_row * PITCH, sums);
+    multiply_tiles(x_tile + first_vector * PITCH, w_tile + first_row * PITCH, sums);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles give way to the result
   for (int i = 0; i < 2; i++) {

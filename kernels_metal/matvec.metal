@@ -21,9 +21,9 @@ constant constexpr int RUN = 8;
 
 // sums[r * M + m] += rows r of the weights times vector m, this lane's share. `rows` and `vectors` say how
 // many of ROWS and M exist. x: vectors of `columns` values each, a multiple of UNIT_WEIGHTS.
-template <typename Rows, typename T, int ROWS, int M>
+template <int ROWS, int M, typename Rows, typename T>
 inline void multiply_rows(
-    Rows weights, const int rows, const device T* x, const int columns, const int vectors, const int lane,
+    const Rows weights, const int rows, const device T* x, const int columns, const int vectors, const int lane,
     thread float* sums) {
   typedef typename Rows::Unit Unit;
   for (int unit = lane; unit < columns / UNIT_WEIGHTS; unit += 32) {
