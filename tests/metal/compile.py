@@ -1,10 +1,10 @@
-"""From generated MSL to a shared library: three edits of the text, clang with instrumentation, a cache.
+"""From generated MSL to a shared library: clang with instrumentation, and a cache.
 
 The compiler is the PyPI package `ziglang` (raw `zig clang`, `zig ld.lld`): no system headers, no sanitizer's
 runtime.
 
-1. front end: MSL's address spaces, so that a missing or wrong one is an error; undefined behaviour is checked;
-2. in the IR's text, a check of its alignment goes before every load and store, and the address spaces are erased;
+1. front end: MSL's address spaces, so that a missing or wrong one is an error, and checks of arithmetic;
+2. edit.py adds alignment checks to the LLVM IR and erases the address spaces, which a CPU does not have;
 3. back end: optimise as a GPU compiler would, then instrument every load, store and basic block;
 4. link. `__tsan_*`, `__ubsan_*` and `msl_*` stay undefined; the runtime, loaded first, provides them.
 """
@@ -16,7 +16,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -24,11 +23,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tests.metal.signature import Signature, strip_comments
+from tests.metal.edit import Unwatched, edit_ir, edit_mlx_header, unit
+from tests.metal.signature import Signature
 
 HERE = Path(__file__).resolve().parent
 SHIM = HERE / "msl"
 RUNTIME = HERE / "runtime"
+_EDITS = (HERE / "edit.py").read_text()  # a part of every cache key
 
 FRONT_END = shlex.split("""
     -x c++ -std=c++20 -ffreestanding -nostdinc -fPIC -fno-exceptions -fno-rtti -fno-stack-protector
@@ -45,18 +46,18 @@ FRONT_END = shlex.split("""
 REFUSED = shlex.split("""
     -Werror=implicit-float-conversion -Wno-error=implicit-int-float-conversion -Werror=return-type
     -Werror=uninitialized -Werror=sometimes-uninitialized -Werror=conditional-uninitialized
-    -Werror=shift-count-overflow -Werror=vla -Werror=infinite-recursion
+    -Werror=shift-count-overflow -Werror=vla -Werror=infinite-recursion -Werror=pre-c++20-compat
 """)
 UNDEFINED = (
     "array-bounds,local-bounds,signed-integer-overflow,shift-exponent,integer-divide-by-zero,"
     "float-cast-overflow,builtin,return"
 )
 BACK_END = shlex.split("""
-    -O1 -fPIC -fno-vectorize -fno-slp-vectorize -gline-tables-only -x ir -c
+    -O2 -fPIC -fno-vectorize -fno-slp-vectorize -gline-tables-only -x ir -c
     -Wno-override-module -Wno-unused-command-line-argument
     -fsanitize=thread,local-bounds -fno-sanitize-trap=local-bounds -fsanitize-coverage=edge,trace-pc,no-prune
     -mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1
-    -mllvm -tsan-handle-cxx-exceptions=0
+    -mllvm -tsan-handle-cxx-exceptions=0 -mllvm -inline-threshold=10000
 """)
 LIBRARY = shlex.split("""
     -std=c++20 -O2 -fPIC -ffreestanding -nostdinc -fno-exceptions -fno-rtti -fno-stack-protector
@@ -111,79 +112,11 @@ def _run(command: list[str]) -> None:
         raise CompileError(done.stderr.strip() or f"{command[1]} failed")
 
 
-# ---- edits of the text; each keeps the line numbers
-
-_INSTANTIATION = re.compile(r"template\s*(?:\[\[[^;]*?\]\]\s*)+decltype")
-_VECTOR = r"(?:metal::)?(?:vec<[^<>;(){}]*>|(?:float|half|bfloat|u?int|u?short|u?char|u?long|bool)[234])"
-_CONSTRUCTOR = re.compile(rf"(?<![\w:.])(?<!operator )({_VECTOR})\(")
-_VARIABLE = re.compile(
-    r"((?:^|[;{}])\s*)threadgroup\s+"
-    r"((?:const\s+)?(?:metal::)?[A-Za-z_]\w*(?:\s*<[^;<>]*>)?(?:::\w+)*)\s+"
-    r"([A-Za-z_]\w*\s*(?:\[[^;\]]*\]\s*)*(?:,\s*\w+\s*(?:\[[^;\]]*\]\s*)*)*)(?=;)"
-)
-_DECLARATOR = re.compile(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)")
-
-
-def edit(source: str) -> str:
-    """The text as clang takes it: instantiations, vector constructors and shared variables respelled.
-
-    Comments go too: one between a brace and `threadgroup` would hide a definition.
-    """
-    text = _INSTANTIATION.sub("template decltype", strip_comments(source))
-    text = _CONSTRUCTOR.sub(r"msl::make<\1>(", text)
-    return _VARIABLE.sub(_shared_variables, text)
-
-
-def _shared_variables(m: re.Match[str]) -> str:
-    before, kind, rest = m.group(1), m.group(2), m.group(3)
-    made = [f"MSL_THREADGROUP({kind}, {name}, {dims.strip()})" for name, dims in _DECLARATOR.findall(rest)]
-    lost = m.group(0).count("\n") - before.count("\n")
-    return before + "; ".join(made) + "\n" * lost
-
-
-def unit(source: str, signature: Signature) -> str:
-    """The translation unit: MLX's prelude, the kernel, and the door through which the runtime calls it."""
-    return f"""#include "mlx/backend/metal/kernels/utils.h"
-{edit(source)}
-#line 1 "<launcher>"
-struct msl_thread {{
-  uint position_in_grid[3], position_in_threadgroup[3], threadgroup_position[3];
-  uint threadgroups[3], grid[3], threadgroup_size[3], full_threadgroup_size[3];
-  uint lane, simdgroup, index, simdgroups;
-}};
-extern "C" void msl_entry(void** buffers, const msl_thread* t) {{ {signature.call}; }}
-extern "C" __attribute__((visibility("hidden"))) char __ehdr_start, _end;
-extern "C" void* msl_image_begin() {{ return &__ehdr_start; }}
-extern "C" void* msl_image_end() {{ return &_end; }}
-"""
-
-
-# ---- MLX's own headers
-
-
-def _header_folder() -> Path:
-    return Path(mx.__file__).parent / "include"
-
-
-def _edit_header(text: str) -> str:
-    """What MLX's headers, beyond utils.h, say in ways that clang does not take."""
-    text = re.sub(r"\[\[threadgroup\(\d\)\]\]", "", edit(text))
-    text = re.sub(r"constant const int64_t strides\[\d\]", "constant const int64_t* strides", text)
-    text = re.sub(r"constant (\w+) (\w+)\s*\[\[function_constant\((\d+)\)\]\];", r"constant \1 \2 = 0;", text)
-    # a struct copied from one address space to another
-    return re.sub(
-        r"\*\(\(threadgroup ReadVector\*\)\(&dst\[i \* dst_ld\]\)\) =\s*"
-        r"\*\(\(const device ReadVector\*\)\(&src\[i \* src_ld\]\)\);",
-        "for (int q_ = 0; q_ < vec_size; q_++) dst[i * dst_ld + q_] = src[i * src_ld + q_];",
-        text,
-    )
-
-
 @functools.cache
 def _mlx_headers() -> Path:
     """A folder with edited copies of the installed MLX's Metal headers."""
-    source = _header_folder() / "mlx" / "backend" / "metal" / "kernels"
-    key = _key(_digest_of_folder(source), (HERE / "compile.py").read_text())
+    source = Path(mx.__file__).parent / "include" / "mlx" / "backend" / "metal" / "kernels"
+    key = _key(_digest_of_folder(source), _EDITS)
     target = cache_folder() / f"headers-{key}"
     if target.exists():
         return target
@@ -194,7 +127,7 @@ def _mlx_headers() -> Path:
     for path in headers:
         copy = scratch / "mlx" / "backend" / "metal" / "kernels" / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(_edit_header(path.read_text()))
+        copy.write_text(edit_mlx_header(path.read_text()))
     _put(scratch, target)
     return target
 
@@ -231,10 +164,16 @@ def build(source: str, signature: Signature, strict: bool = True) -> Path:
     checks = [*REFUSED, f"-fsanitize={UNDEFINED}", "-fno-sanitize-trap=all"] if strict else ["-w"]
     text = unit(source, signature)
     front = [*FRONT_END, *checks, "-fsanitize=thread"]
-    key = _key(text, front, BACK_END, _digest_of_folder(SHIM), mx.__version__)
-    library = cache_folder() / f"{key}.so"
+    key = _key(text, front, BACK_END, _EDITS, _digest_of_folder(SHIM), mx.__version__)
+    library, refusal = cache_folder() / f"{key}.so", cache_folder() / f"{key}.refused"
+    if refusal.exists():
+        raise CompileError(refusal.read_text())
     if not library.exists():
-        _build(text, front, library)
+        try:
+            _build(text, front, library)
+        except (CompileError, Unwatched) as error:
+            refusal.write_text(str(error))
+            raise CompileError(str(error)) from None
     return library
 
 
@@ -244,37 +183,11 @@ def _build(text: str, front: list[str], library: Path) -> None:
     try:
         Path(f"{base}.cpp").write_text(text)
         _run([_zig(), "clang", *front, *include, f"{base}.cpp", "-o", f"{base}.ll"])
-        _rewrite_ir(Path(f"{base}.ll"))
+        intermediate = Path(f"{base}.ll")
+        intermediate.write_text(edit_ir(intermediate.read_text()))
         _run([_zig(), "clang", *BACK_END, f"{base}.ll", "-o", f"{base}.o"])
         _run([_zig(), "ld.lld", "-shared", "--eh-frame-hdr", "-o", f"{base}.so", f"{base}.o"])
         _put(Path(f"{base}.so"), library)
     finally:
         for suffix in ("cpp", "ll", "o"):
             Path(f"{base}.{suffix}").unlink(missing_ok=True)
-
-
-# A load or store of a kernel's memory: address spaces 1 to 3, an alignment above a byte's.
-_ACCESS = re.compile(
-    r"^  (?:%\S+ = load (?:volatile )?[^,]+|store (?:volatile )?.+?), ptr addrspace\([123]\) (?P<address>[^,]+), "
-    r"align (?P<align>\d+)(?:,[^!]*)?(?P<rest>.*)$",
-    re.MULTILINE,
-)
-# It touches nothing a kernel can see, so that it stands in no optimisation's way.
-_CHECK = (
-    "declare void @msl_check_alignment(ptr, i64) memory(inaccessiblemem: readwrite) nounwind willreturn\n"
-)
-
-
-def _rewrite_ir(ir: Path) -> None:
-    text = _ACCESS.sub(_check_alignment, ir.read_text()) + _CHECK
-    text = re.sub(r" addrspace\(\d+\)", "", text)
-    ir.write_text(text.replace("addrspacecast", "bitcast"))
-
-
-def _check_alignment(m: re.Match[str]) -> str:
-    """The optimiser may narrow an access, so what the text asks for is checked before it does."""
-    if m["align"] == "1":
-        return m.group(0)
-    place = re.search(r"!dbg !\d+", m["rest"])
-    check = f"  call void @msl_check_alignment(ptr {m['address']}, i64 {m['align']})"
-    return f"{check}{', ' + place.group(0) if place else ''}\n{m.group(0)}"

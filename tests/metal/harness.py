@@ -38,7 +38,7 @@ from tests.metal.lint import lint
 from tests.metal.report import KernelFailure
 from tests.metal.run import ORDERS, Counters, Order, Traffic
 from tests.metal.signature import read_signature
-from tests.metal.sources import Piece, annotate
+from tests.metal.sources import Piece, annotate, locate
 from tests.metal.trace import Trace, trace
 
 __all__ = [
@@ -183,7 +183,7 @@ def _execute(
     source = annotate(traced.source, _pieces(made_with), made_with["name"])
     signature = read_signature(source, traced.name)
     if session.strict:
-        _refuse(source, made_with["name"])
+        _refuse(source)
     library = compiler.build(source, signature, session.strict)
     buffers = _input_buffers(session, made_with["input_names"], arrays, traced)
     outputs = _output_buffers(session, made_with["output_names"], output_shapes, output_dtypes, init_value)
@@ -209,10 +209,10 @@ def _pieces(made_with: dict[str, Any]) -> list[Piece]:
     return [header, Piece(made_with["source"], f"<body of {name}>")]
 
 
-def _refuse(source: str, name: str) -> None:
-    findings = lint(source)
-    if findings:
-        raise CompileError("\n".join(f"kernel {name}: {finding}" for finding in findings))
+def _refuse(source: str) -> None:
+    found = [f"{locate(source, finding.line)}: {finding.text}" for finding in lint(source)]
+    if found:
+        raise CompileError("\n".join(found))
 
 
 def _alignment(session: _Session, name: str, itemsize: int) -> int:

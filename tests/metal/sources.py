@@ -7,6 +7,7 @@ files.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,25 @@ class Piece:
     label: str  # what to call it where no file holds it
 
 
-def annotate(source: str, pieces: list[Piece], name: str, folder: Path = KERNELS) -> str:
+def annotate(source: str, pieces: list[Piece], name: str, folder: Path | None = None) -> str:
     """`source` with a `#line` before and after each piece; all other lines belong to '<generated NAME>'."""
-    files = {path: path.read_text() for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES}
+    files = {
+        path: path.read_text() for path in sorted((folder or KERNELS).rglob("*")) if path.suffix in SUFFIXES
+    }
     spans: list[tuple[int, int, str, int]] = []  # start, end, file, line
     for piece in pieces:
         spans += _spans(source, piece, files)
     return _with_directives(source, sorted(spans), f"<generated {name}>")
+
+
+def locate(annotated: str, line: int) -> str:
+    """FILE:LINE of a line, counted from 1, of what `annotate` made."""
+    lines = annotated.split("\n")[:line]
+    for back, text in enumerate(reversed(lines)):
+        found = re.match(r'#line (\d+) "(.*)"', text)
+        if found:
+            return f"{found.group(2)}:{int(found.group(1)) + back - 1}"
+    return f"line {line}"
 
 
 def _spans(source: str, piece: Piece, files: dict[Path, str]) -> list[tuple[int, int, str, int]]:

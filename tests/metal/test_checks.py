@@ -1,4 +1,4 @@
-"""Each check of the runtime finds what it is for, names the line and thread, and lets correct kernels pass."""
+"""Each check of the runtime finds what it is for, and lets correct kernels pass."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ CAUGHT = {
     "race_with_an_atomic": (
         "threadgroup atomic_uint n; if (i == 0) atomic_store_explicit(&n, 0u, memory_order_relaxed);"
         + BARRIER
-        + "atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed); ((threadgroup uint*)&n)[0] = 1; y[i] = 1;",
+        + "atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed); ((threadgroup uint*)&n)[0] = 1;"
+        + "y[i] = 1;",
         "an earlier atomic",
     ),
     "atomic_of_uninitialised": (

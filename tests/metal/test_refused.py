@@ -91,6 +91,7 @@ REFUSED = {
     "no_return": ("inline float f(float v) { if (v > 0) return v; }\n", "y[i] = f(x[i]);", "return"),
     "constant_shift_too_far": ("", "y[i] = float(1u << 32);", "shift"),
     "short_vector_constructor": ("", "float4 v = float4(1, 2); y[i] = v.x;", "one value an element"),
+    "wide_load": ("", "ulong4 v = ((const device ulong4*)x)[i / 8]; y[i] = v.x + v.w;", "more than 16 bytes"),
     "float_atomic_max": (
         "",
         "threadgroup atomic<float> a; atomic_fetch_max_explicit(&a, 1.0f, memory_order_relaxed); y[i] = 1;",
@@ -123,7 +124,8 @@ TAKEN = {
     "bfloat_rounds": ("", "bfloat b = bfloat(257.0f); y[i] = float(b);", 256),
     "if_constexpr": ("", "if constexpr (sizeof(half) == 2) { y[i] = 1; } else { y[i] = 2; }", 1),
     "template_helper": (
-        "template <typename U, int N>\ninline U f(const device U* p) { U s = 0; for (int k = 0; k < N; k++) s += p[k]; return s; }\n",
+        "template <typename U, int N>\ninline U f(const device U* p) {"
+        " U s = 0; for (int k = 0; k < N; k++) s += p[k]; return s; }\n",
         "y[i] = f<float, 3>(x);",
         3,
     ),

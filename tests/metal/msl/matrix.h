@@ -4,8 +4,12 @@
 #include "simdgroup.h"
 
 namespace msl {
-inline unsigned matrix_row(unsigned lane) { return ((lane >> 2) & 4) + ((lane >> 1) & 3); }
-inline unsigned matrix_column(unsigned lane) { return ((lane >> 2) & 2) * 2 + (lane & 1) * 2; }
+MSL_QUIET_INLINE unsigned matrix_row(unsigned lane) { return ((lane >> 2) & 4) + ((lane >> 1) & 3); }
+MSL_QUIET_INLINE unsigned matrix_column(unsigned lane) { return ((lane >> 2) & 2) * 2 + (lane & 1) * 2; }
+// The lane that holds (row, column) and (row, column + 1), for an even column.
+MSL_QUIET_INLINE unsigned matrix_lane(unsigned row, unsigned column) {
+  return (row & 4) << 2 | (row & 3) << 1 | (column & 4) << 1 | (column & 2) >> 1;
+}
 } // namespace msl
 
 namespace metal {
@@ -41,11 +45,11 @@ MSL_QUIET void simdgroup_multiply_accumulate(
   if (all.result.lanes != ~0u) msl_fail(at, "a simdgroup matrix operation needs all 32 lanes");
   unsigned row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane());
   float a_row[8], b_columns[2][8];
-  for (unsigned lane = 0; lane < 32; lane++) {
-    operand o = all[lane];
-    unsigned r = msl::matrix_row(lane), k = msl::matrix_column(lane);
-    if (r == row) { a_row[k] = (float)o.a[0]; a_row[k + 1] = (float)o.a[1]; }
-    if (k == column) { b_columns[0][r] = (float)o.b[0]; b_columns[1][r] = (float)o.b[1]; }
+  for (unsigned k = 0; k < 8; k++) {
+    a_row[k] = (float)all[msl::matrix_lane(row, k & ~1u)].a[k & 1];
+    vec<B, 2> pair = all[msl::matrix_lane(k, column)].b;
+    b_columns[0][k] = (float)pair[0];
+    b_columns[1][k] = (float)pair[1];
   }
   for (int j = 0; j < 2; j++) {
     float sum = (float)c.elements[j];

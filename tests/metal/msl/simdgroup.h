@@ -5,7 +5,9 @@
 #include "traits.h"
 
 // The arithmetic below reads the runtime's slots, not a kernel's memory: it is not instrumented.
-#define MSL_QUIET __attribute__((no_sanitize("thread", "coverage", "signed-integer-overflow"), noinline))
+#define MSL_UNWATCHED no_sanitize("thread", "coverage", "signed-integer-overflow")
+#define MSL_QUIET __attribute__((MSL_UNWATCHED, noinline))
+#define MSL_QUIET_INLINE inline __attribute__((MSL_UNWATCHED, always_inline))
 #define MSL_AT msl_place at = msl_place::here()
 
 namespace metal {
@@ -20,23 +22,23 @@ namespace msl {
 template <class T>
 struct lanes {
   msl_exchange_result result;
-  MSL_QUIET T operator[](unsigned lane) const {
+  MSL_QUIET_INLINE T operator[](unsigned lane) const {
     T value;
     __builtin_memcpy(&value, result.slots + MSL_SLOT * lane, sizeof(T));
     return value;
   }
-  bool active(unsigned lane) const { return lane < 32 && (result.lanes >> lane & 1); }
+  MSL_QUIET_INLINE bool active(unsigned lane) const { return lane < 32 && (result.lanes >> lane & 1); }
 };
 
 template <class T>
-MSL_QUIET lanes<T> exchange(msl_place at, const char* what, T operand) {
+MSL_QUIET_INLINE lanes<T> exchange(msl_place at, const char* what, T operand) {
   static_assert(sizeof(T) <= MSL_SLOT, "operand of a simdgroup operation is too large");
   return {msl_exchange(at, what, &operand, sizeof(T))};
 }
 
 // The operand of lane `from`; reading a lane that is not there is undefined in Metal and a failure here.
 template <class T>
-MSL_QUIET T take(msl_place at, const char* what, lanes<T> all, unsigned from) {
+MSL_QUIET_INLINE T take(msl_place at, const char* what, lanes<T> all, unsigned from) {
   if (!all.active(from)) msl_fail(at, what);
   return all[from & 31];
 }
@@ -44,7 +46,7 @@ MSL_QUIET T take(msl_place at, const char* what, lanes<T> all, unsigned from) {
 // The operand of lane `from`, or all bits set (NaN, -1) for a lane that is not there: what Metal leaves undefined
 // for the edge lanes of a shift must not be used.
 template <class T>
-MSL_QUIET T take_or_garbage(lanes<T> all, unsigned from) {
+MSL_QUIET_INLINE T take_or_garbage(lanes<T> all, unsigned from) {
   if (all.active(from)) return all[from];
   T garbage;
   __builtin_memset(&garbage, 0xff, sizeof garbage);

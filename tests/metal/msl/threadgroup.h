@@ -1,4 +1,4 @@
-// Threadgroup variables. The text edit in compile.py turns
+// Threadgroup variables. The text edit in edit.py turns
 //   threadgroup float tile[4][32];   into   MSL_THREADGROUP(float, tile, [4][32]);
 // a reference to memory that all threads of the threadgroup share and the runtime watches.
 #pragma once

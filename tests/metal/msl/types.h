@@ -70,7 +70,7 @@ MSL_ALL_SCALARS(MSL_VECTORS)
 MSL_ALL_SCALARS(MSL_PACKED)
 MSL_VECTORS(bool)
 
-// Vector constructors. The text edit in compile.py turns `float4(a, b.xy, c)` into `msl::make<float4>(a, b.xy, c)`.
+// Vector constructors. The text edit in edit.py turns `float4(a, b.xy, c)` into `msl::make<float4>(a, b.xy, c)`.
 namespace msl {
 template <class V>
 struct vector_of;

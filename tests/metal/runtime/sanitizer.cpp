@@ -40,7 +40,7 @@ extern "C" void __sanitizer_cov_trace_pc() {
     fail(current_at_instruction(CALLER), "still running after %lu basic blocks: an endless loop?", run.launch->block_limit);
 }
 
-// compile.py puts a call of this before every load and store.
+// edit.py puts a call of this before every load and store.
 extern "C" void msl_check_alignment(const void* p, u64 alignment) {
   if (run.current && (u64)p % alignment)
     fail(current_at_instruction(CALLER), "misaligned access: an address %lu bytes above a multiple of %lu, which the type asks for",

@@ -14,7 +14,7 @@ struct Place {
   u32 line;
 };
 
-// What a kernel sees of its position; the launcher that compile.py writes reads these fields by name.
+// What a kernel sees of its position; the launcher that edit.py writes reads these fields by name.
 struct Thread {
   u32 position_in_grid[3], position_in_threadgroup[3], threadgroup_position[3];
   u32 threadgroups[3], grid[3], threadgroup_size[3], full_threadgroup_size[3];
