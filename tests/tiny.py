@@ -209,8 +209,12 @@ def config(kind: str, **overrides: Any) -> dict[str, Any]:
 
 
 def build(kind: str, seed: int = 0, **overrides: Any) -> Any:
-    """mlx-lm's definition of `kind` with seeded random float32 weights, evaluated."""
+    """mlx-lm's definition of `kind` with seeded random float32 weights, evaluated.
+
+    Weights are stirred well beyond their initial size, so that greedy answers do not repeat one token.
+    """
     import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
 
     from mlxserve.models.definitions import find_definition
 
@@ -218,6 +222,12 @@ def build(kind: str, seed: int = 0, **overrides: Any) -> Any:
     module = find_definition(settings)
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(settings))
+    stirred = [
+        (name, value + 0.3 * mx.random.normal(value.shape))
+        for name, value in tree_flatten(model.parameters())
+    ]
+    model.update(tree_unflatten(stirred))
+    model.eval()
     mx.eval(model.parameters())
     return model
 

@@ -147,6 +147,12 @@ class LayerPages:
     # -- pages ---------------------------------------------------------------------------------------
 
     @property
+    def kept_whole(self) -> bool:
+        """True where packing was asked for and keys or values have a width that the group does not divide."""
+        pools = (self.keys, self.values)
+        return self.kv_bits != 16 and any(isinstance(pool, mx.array) for pool in pools)
+
+    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays())
 
@@ -194,7 +200,7 @@ class LayerPages:
 
     def _allocate(self, rows: mx.array) -> mx.array | QuantisedPages:
         shape = (self.page_count, self.page_size, rows.shape[1])
-        if self.kv_bits == 16:
+        if self.kv_bits == 16 or rows.shape[2] % self.group_size:
             return mx.zeros((*shape, rows.shape[2]), rows.dtype)
         parts = mx.quantize(rows[:1], group_size=self.group_size, bits=self.kv_bits)
         pools = [mx.zeros((*shape, part.shape[-1]), part.dtype) for part in parts]

@@ -32,11 +32,15 @@ MLX_CACHE_BYTES = 512 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of one page of each group (all its layers together), and of one state slot."""
+    """Bytes of one page of each group (all its layers together), and of one state slot.
+
+    kept_whole: layers whose keys or values cannot be packed in `kv_bits` and stay as they are.
+    """
 
     windows: tuple[int | None, ...]
     page_bytes: tuple[int, ...]
     slot_bytes: int
+    kept_whole: int = 0
 
 
 def measure(model: nn.Module, way: str, config: EngineConfig) -> Sizes:
@@ -62,7 +66,8 @@ def measure(model: nn.Module, way: str, config: EngineConfig) -> Sizes:
         for window in probe.windows
     ]
     slot = sum(s.nbytes for s in probe.stores if isinstance(s, LayerState))
-    return Sizes(probe.windows, tuple(pages), slot)
+    kept_whole = sum(s.kept_whole for s in probe.stores if isinstance(s, LayerPages))
+    return Sizes(probe.windows, tuple(pages), slot, kept_whole)
 
 
 def machine_budget() -> int:
@@ -104,7 +109,7 @@ def plan_memory(sizes: Sizes, config: EngineConfig, context: int, free_bytes: in
         least = needed + sizes.slot_bytes
         total = max(budget + slots * sizes.slot_bytes, 0)
         raise DoesNotFit(
-            f"One page of cache takes {least:,} bytes; {total:,} are free beside the model's weights. "
+            f"The smallest cache takes {least:,} bytes; {total:,} are free beside the model's weights. "
             "Use a smaller or more quantised model, or fewer bits for the cache (--kv-bits).",
             needed_bytes=least,
             available_bytes=total,

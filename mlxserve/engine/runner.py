@@ -22,7 +22,6 @@ from mlxserve.models.layout import plain_caches
 from mlxserve.models.paged import PagedModel, Step
 from mlxserve.request import TokenLogprob
 
-
 # Pages or state slots that a pool starts with.
 SMALLEST_ROOM = 8
 
@@ -202,8 +201,6 @@ class Runner:
         draw_from = [i for i, segment in enumerate(segments) if segment.sample]
         wanted = np.zeros(len(segments), np.int64)
         wanted[draw_from] = 1
-        if not draw_from:
-            wanted[-1] = 1  # some row must go through the head; nobody evaluates it
         starts = np.array([segment.start for segment in segments], np.int64)
         tables = [self._columns(table, slots, starts, counts) for table in self.tables]
         step = Step(starts, counts, wanted, tables, self.state_slots[slots])

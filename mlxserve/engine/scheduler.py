@@ -177,13 +177,27 @@ class Scheduler:
             token = next(drawn)
             if sequence.status is Status.FINISHED:
                 continue
-            sequence.in_flight = 0
+            if sequence.void_draws:
+                sequence.void_draws -= 1
+                continue
+            sequence.in_flight -= 1
             sequence.tokens.append(token)
             if sequence.first_token_s is None:
                 sequence.first_token_s = now_s
             self._end_if_done(sequence, token)
             news.append((sequence, token))
         return news
+
+    def force(self, sequence: Sequence, tokens: list[int], now_s: float) -> None:
+        """Append tokens that a grammar leaves no choice about; a draw already on its way does not count.
+
+        The next step computes them together, as it would a prompt.
+        """
+        sequence.void_draws += sequence.in_flight
+        sequence.in_flight = 0
+        sequence.tokens += tokens
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now_s
 
     def abandon(self) -> list[Sequence]:
         """Forget every step on its way, and what was computed: after a step has failed.
@@ -195,7 +209,7 @@ class Scheduler:
         self._on_the_way.clear()
         self._now = {}
         for sequence in list(self.running):
-            sequence.in_flight = 0
+            sequence.in_flight = sequence.void_draws = 0
             self._preempt(sequence, keep=False)
         self.tree.clear()
         return [sequence for sequence in touched if sequence.status is not Status.FINISHED]
@@ -204,7 +218,7 @@ class Scheduler:
         params = sequence.request.params
         if (token in self.eos and not params.ignore_eos) or token in params.stop_token_ids:
             self.finish(sequence, FinishReason.STOP)
-        elif not sequence.may_run:
+        elif len(sequence.tokens) - sequence.prompt_tokens >= (params.max_tokens or 1):
             self.finish(sequence, FinishReason.LENGTH)
 
     # -- one sequence in a step --------------------------------------------------------------------------

@@ -22,9 +22,10 @@ class Status(Enum):
 class Sequence:
     """tokens: prompt and answer so far. computed: positions whose keys and values are (being) written.
 
-    in_flight: 1 while a sampled token has not been read yet; `computed` never passes len(tokens) +
-    in_flight. tables: page ids, one list a group. waits_for, waits_until: another sequence that is computing
-    tokens this one starts with, and how many of them. A preempted sequence keeps its tokens and starts again.
+    in_flight: tokens drawn in steps on their way and not read yet, 2 at most (void_draws: further ones that
+    do not count any more); `computed` never passes len(tokens) + in_flight. tables: page ids, one list a
+    group. waits_for, waits_until: another sequence that is computing tokens this one starts with, and how
+    many of them. A preempted sequence keeps its tokens and starts again.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class Sequence:
     status: Status = Status.WAITING
     computed: int = 0
     in_flight: int = 0
+    void_draws: int = 0
     slot: int = -1
     tables: list[list[int]] = field(default_factory=list)
     cursor: Cursor | None = None

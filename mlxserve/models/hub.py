@@ -180,10 +180,9 @@ def _download(remote: Remote, name: str) -> Download | None:
 def _run_all(downloads: Sequence[Download], meter: Meter) -> None:
     """All downloads in threads; the first error stops the others and is raised."""
     meter.add(sum(download.present for download in downloads))
+    absent = [download for download in downloads if not download.target.exists()]
     with ThreadPoolExecutor(PARALLEL) as pool:
-        running = [
-            pool.submit(bring, download, meter) for download in downloads if not download.target.exists()
-        ]
+        running = [pool.submit(bring, download, meter) for download in absent]
         try:
             finished, _ = wait(running, return_when=FIRST_EXCEPTION)
             for task in finished:
@@ -209,8 +208,8 @@ def free_disk() -> int:
 def _disk_full(name: HubName, needed: int) -> DoesNotFit:
     free = free_disk()
     return DoesNotFit(
-        f"{name} needs {show_bytes(needed)} more on the disk of {cache_folder()}, which has {show_bytes(free)} free; make "
-        "room (see 'mlxserve models list') or set HF_HUB_CACHE to another disk.",
+        f"{name} needs {show_bytes(needed)} more on the disk of {cache_folder()}, which has "
+        f"{show_bytes(free)} free; make room ('mlxserve models rm') or set HF_HUB_CACHE to another disk.",
         needed_bytes=needed,
         available_bytes=free,
     )

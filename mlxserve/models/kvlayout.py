@@ -19,26 +19,19 @@ Config = Mapping[str, Any]
 
 # Definitions that drop what slides out of a window; the others keep every token, whatever the
 # configuration says of windows. tests/models/test_memory.py compares this with mlx-lm.
-WINDOWED = {
-    *("afmoe", "baichuan_m1", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3_text", "gemma3n"),
-    *("gemma4_text", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash"),
-    *(
-        "ministral3",
-        "muse_glimmer",
-        "muse_spark",
-        "olmo3",
-        "plamo3",
-        "recurrent_gemma",
-        "spark2_5",
-        "step3p5",
-    ),
-}
+# fmt: off
+WINDOWED = frozenset({
+    "afmoe", "baichuan_m1", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3_text", "gemma3n",
+    "gemma4_text", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash",
+    "ministral3", "muse_glimmer", "muse_spark", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5",
+})
 # Definitions that store the compressed latent of multi-head latent attention (DeepSeek-V2, 2024)
 # instead of expanded keys and values.
-LATENT = {
-    *("bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k3"),
-    *("kimi_linear", "longcat_flash", "longcat_flash_ngram", "mistral4"),
-}
+LATENT = frozenset({
+    "bailing_hybrid", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k3",
+    "kimi_linear", "longcat_flash", "longcat_flash_ngram", "mistral4",
+})
+# fmt: on
 # Outer definitions of image models, which keep their text part's configuration inside.
 WRAPPERS = {
     "gemma3": "gemma3_text",

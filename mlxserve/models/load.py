@@ -19,6 +19,9 @@ import mlx.nn as nn
 from mlxserve.config import LoadConfig
 from mlxserve.errors import ModelInvalid, UsageError
 from mlxserve.models.definitions import find_definition
+from mlxserve.models.files import inspect, read_json_object
+from mlxserve.models.gguf import open_gguf
+from mlxserve.models.resolve import ModelFiles
 from mlxserve.models.weights import (
     cast_floats,
     check_names_and_shapes,
@@ -76,35 +79,45 @@ def load_folder(folder: Path, settings: LoadConfig, *, name: str | None = None) 
     Raises ModelInvalid for damaged or contradictory files, ModelUnsupported for an architecture that
     mlx-lm does not define, UsageError for settings that cannot hold.
     """
-    from mlxserve.models.files import open_folder
-
-    files = open_folder(folder)
+    files = inspect(folder)
     config = with_overrides(files.config, settings)
     if foreign_method(config) is not None:
         model, config = _load_foreign(folder, config)
         return _finish(model, config, settings, name or folder.name, folder, stored=mx.bfloat16)
     weights: dict[str, mx.array] = {}
-    for shard in files.shards:
+    for shard in files.weights:
         weights.update(read_safetensors(shard))
     stored = stored_dtype(weights)
     model = build(config)
     place(model, config, weights, source=str(folder))
-    return _finish(model, config, settings, name or folder.name, folder, stored=stored)
+    loaded = _finish(model, config, settings, name or folder.name, folder, stored=stored)
+    loaded.generation_defaults = _generation_defaults(folder)
+    return loaded
 
 
 def load_gguf(path: Path, settings: LoadConfig, *, name: str | None = None) -> LoadedModel:
-    """Load a `.gguf` file (the first part, if split); on a CPU its blocks are dequantised to float32."""
-    from mlxserve.models.gguf import open_gguf
+    """Load a `.gguf` file (the first part, if split).
 
+    On a CPU its blocks are dequantised to float32; elsewhere they stay packed where MLX has an equal form.
+    """
     file = open_gguf(path)
     config = with_overrides(file.config(), settings)
+    on_cpu = mx.default_device() == mx.cpu
     dtype = working_dtype(settings.dtype, mx.bfloat16)
+    weights = file.read(config, dtype=dtype, mode="float" if on_cpu else "packed")
+    if weights.quantization is not None:
+        config["quantization"] = weights.quantization
     model = build(config)
-    weights = file.weights(config, dtype=dtype)
-    place(model, config, weights, source=str(path))
+    place(model, config, weights.arrays, source=str(path))
     loaded = _finish(model, config, settings, name or path.stem, path, stored=dtype)
     loaded.metadata = file.metadata
+    loaded.generation_defaults = file.generation_defaults()
     return loaded
+
+
+def load(files: ModelFiles, settings: LoadConfig) -> LoadedModel:
+    """Load what `resolve` found, whichever layout it has."""
+    return (load_gguf if files.kind == "gguf" else load_folder)(files.path, settings, name=files.name)
 
 
 def read_safetensors(path: Path) -> dict[str, mx.array]:
@@ -219,7 +232,6 @@ def _finish(
         dtype=dtype,
         context=context_of(config, settings),
         digest=_digest(path, config, settings, dtype),
-        generation_defaults=_generation_defaults(path),
         notes=notes,
     )
 
@@ -237,15 +249,12 @@ def context_of(config: Mapping[str, Any], settings: LoadConfig) -> int:
     return 4096
 
 
-def _generation_defaults(path: Path) -> dict[str, Any]:
-    """The sampling fields of the model's generation_config.json that differ from "no opinion"."""
-    file = path / "generation_config.json"
-    if not path.is_dir() or not file.is_file():
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    """The sampling fields of the model's generation_config.json, where it has an opinion."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
         return {}
-    try:
-        stored = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelInvalid(f"{file} is not valid JSON: {error}.") from error
+    stored = read_json_object(file)
     chosen = {key: stored[key] for key in GENERATION_FIELDS if stored.get(key) is not None}
     if stored.get("do_sample") is False:
         chosen["temperature"] = 0.0

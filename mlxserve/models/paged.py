@@ -31,7 +31,7 @@ from mlxserve.cache.store import GroupStep, LayerPages
 from mlxserve.errors import ModelUnsupported
 from mlxserve.kernels_metal.plan import AttentionPlan
 from mlxserve.models.definitions import import_definition
-from mlxserve.models.layout import Layout, read_layout
+from mlxserve.models.layout import Layout, plain_caches, read_layout
 
 ROWS, SEQUENCES, GROUPED, EACH, SOLO = "rows", "sequences", "grouped", "each", "solo"
 PAGED_WAYS = (ROWS, SEQUENCES, GROUPED, EACH)
@@ -119,21 +119,27 @@ class PagedModel:
         if self.way == ROWS:
             return self._call(ids[:, None], step, wanted_rows(step))
         together = _together(step, self.way)
-        logits = [
-            self._call(ids[rows].reshape(len(part.starts), -1), part, wanted_rows(part))
-            for rows, part in _calls(step, together)
-        ]
+        logits = []
+        for rows, part in _calls(step, together):
+            part_logits = self._call(ids[rows].reshape(len(part.starts), -1), part, wanted_rows(part))
+            if part.wanted.any():
+                logits.append(part_logits)
         order = _call_order(step, together)
+        if not logits:
+            return part_logits
         whole = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return whole if order is None else whole[order]
 
-    def hidden(self, ids: mx.array, step: Step) -> mx.array:
-        """The trunk's output (T, H) before the head, for embeddings; reads and writes pages likewise."""
+    def hidden(self, ids: mx.array) -> mx.array:
+        """The trunk's output (T, H) for one sequence (T,), before the head; no pages are touched.
+
+        Raises ModelUnsupported where the definition has no trunk apart from its head.
+        """
         if self._selection is None:
             raise ModelUnsupported(f"{type(self.model).__module__} has no trunk apart from its head.")
         self._selection.capture = True
         try:
-            self.forward(ids, step)  # the head is part of the graph but never evaluated
+            self.model(ids[None], cache=plain_caches(self.model))  # the head is built, never evaluated
             assert self._selection.captured is not None
             return self._selection.captured.reshape(ids.size, -1)
         finally:
@@ -272,6 +278,8 @@ def wanted_rows(step: Step) -> np.ndarray | None:
     """Row numbers whose logits are wanted; None when every row's are."""
     if np.array_equal(step.counts, step.wanted):
         return None
+    if not step.wanted.any():
+        return np.zeros(1, np.int32)  # some row must go through the head; nobody evaluates it
     ends = np.cumsum(step.counts)
     return np.concatenate([np.arange(end - n, end) for end, n in zip(ends, step.wanted)]).astype(np.int32)
 

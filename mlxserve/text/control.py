@@ -4,34 +4,59 @@ Knows: the texts of all added tokens, and where in a render a person's text may 
 templates or of how ids are made.
 
 How: before rendering, each place in a person's strings that holds an added token, or could complete one
-across the string's edge, is enclosed in two marks of digits that nobody can guess. Digits survive what
-templates do to text (trimming, JSON, joining, changing case). After rendering the marks are taken out again
-and tell which characters may be no control token. Where no string holds such a place, nothing is marked.
+across the string's edge, is enclosed in two marks: private-use characters that none of the strings holds.
+They survive what templates do to text (trimming, slicing, JSON, joining, changing case). After rendering the
+marks are taken out again and tell which characters may be no control token. Where no string holds such a
+place, nothing is marked.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 Span = tuple[int, int]  # half-open, in characters
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The two marks of one render."""
+    """The two marks of one render, a character each."""
 
     open: str
     close: str
 
     @classmethod
-    def new(cls) -> Marks:
-        """Two fresh marks of 24 random digits."""
-        first, second = (f"{secrets.randbelow(10**24):024d}" for _ in range(2))
-        return cls(first, second)
+    def absent_from(cls, *values: Any) -> Marks:
+        """The first two private-use characters that stand in no string of `values`."""
+        used = set().union(*(set(text) for value in values for text in _strings(value)))
+        free = (char for char in map(chr, _PRIVATE_USE) if char not in used)
+        return cls(next(free), next(free))
+
+    def pattern(self) -> re.Pattern[str]:
+        """Either mark, also as JSON and Python write it where they keep to ASCII."""
+        return re.compile(
+            "|".join(f"({'|'.join(map(re.escape, _forms(mark)))})" for mark in (self.open, self.close))
+        )
+
+
+def _forms(mark: str) -> list[str]:
+    return [mark, json.dumps(mark)[1:-1], ascii(mark)[1:-1]]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in lists and objects, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in (*value.keys(), *value.values()):
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
 
 
 class ControlText:
@@ -118,19 +143,20 @@ def unmark(rendered: str, marks: Marks) -> tuple[str, list[Span]]:
     """
     pieces: list[str] = []
     spans: list[Span] = []
-    length, opened = 0, None
-    for piece in re.split(f"({marks.open}|{marks.close})", rendered):
-        if piece == marks.open:
-            spans += [(opened, opened)] if opened is not None else []
+    length, done = 0, 0  # of the text without marks, of the rendered
+    opened: int | None = None
+    for mark in marks.pattern().finditer(rendered):
+        pieces.append(rendered[done : mark.start()])
+        length += mark.start() - done
+        done = mark.end()
+        if mark.lastindex == 1:
+            spans += [] if opened is None else [(opened, opened)]
             opened = length
-        elif piece == marks.close:
+        else:
             spans.append((length if opened is None else opened, length))
             opened = None
-        else:
-            pieces.append(piece)
-            length += len(piece)
-    spans += [(opened, opened)] if opened is not None else []
-    return "".join(pieces), spans
+    spans += [] if opened is None else [(opened, opened)]
+    return "".join([*pieces, rendered[done:]]), spans
 
 
 def touches(spans: list[Span], start: int, end: int) -> bool:

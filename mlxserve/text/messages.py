@@ -266,6 +266,8 @@ def _tools_as_text(messages: Sequence[Message], abilities: Abilities) -> list[Me
                 made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{text}"}
             else:
                 made.append({"role": "user", "content": text})
+        elif after_result and abilities.alternates and message["role"] == "user":
+            made[-1] = _joined(made[-1], message["content"])
         else:
             made.append(_call_as_text(message, abilities))
         after_result = message["role"] == "tool"

@@ -19,6 +19,9 @@ from mlxserve.text import sandbox
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception"})
 
 
+_NO_TOKENS = {"bos_token": "", "eos_token": ""}  # printed by templates also where the vocabulary has none
+
+
 @lru_cache(maxsize=64)
 def _compile(source: str) -> Template:
     try:
@@ -62,6 +65,7 @@ class ChatTemplate:
         ModelInvalid when it runs away.
         """
         values = {
+            **_NO_TOKENS,
             **self.special_tokens,
             **_checked(variables or {}),
             "messages": list(messages),

@@ -219,7 +219,7 @@ class Tokenizer:
         """
         template = self.template_for(bool(tools))
         suited, suited_tools = suit(messages, tools, self.abilities(bool(tools)), template.source)
-        marks = Marks.new()
+        marks = Marks.absent_from(template.source, suited, suited_tools, template_kwargs)
         rendered = template.render(
             [self._marked_message(message, marks) for message in suited],
             tools=self._control.mark(suited_tools, marks),

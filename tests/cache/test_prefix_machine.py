@@ -62,7 +62,9 @@ class Lives(RuleBasedStateMachine):
 
     # -- what sequences do ----------------------------------------------------------------------------
 
-    @rule(key=st.sampled_from("ab"), prompt=st.lists(TOKENS, min_size=1, max_size=30), spare=st.integers(0, 3))
+    @rule(
+        key=st.sampled_from("ab"), prompt=st.lists(TOKENS, min_size=1, max_size=30), spare=st.integers(0, 3)
+    )
     def start(self, key: str, prompt: list[int], spare: int) -> None:
         self._start(key, prompt, max(0, len(prompt) - spare))
 
@@ -77,7 +79,9 @@ class Lives(RuleBasedStateMachine):
         match = self.tree.acquire(key, prompt, limit)
         self._judge(match, key, prompt, limit)
         assert match.cursor is not None
-        sequence = Sequence(key, prompt[: match.length], match.shared, match.cursor, pending=prompt[match.length :])
+        sequence = Sequence(
+            key, prompt[: match.length], match.shared, match.cursor, pending=prompt[match.length :]
+        )
         sequence.inserted = match.length
         if match.length:
             sequence.state = (key, tuple(prompt[: match.length]))
@@ -100,7 +104,9 @@ class Lives(RuleBasedStateMachine):
                 for pool, page in zip(self.pools, fresh):
                     pool.release([page])
                 raise
-            self.content[g][fresh[g]] = [None] * self.page_size if source is None else list(self.content[g][source])
+            self.content[g][fresh[g]] = (
+                [None] * self.page_size if source is None else list(self.content[g][source])
+            )
         for g, source in enumerate(match.copy):
             if source is not None:
                 self.pools[g].release([source])
@@ -260,7 +266,10 @@ class Lives(RuleBasedStateMachine):
             for position in range(low, match.length):
                 page = pages[position // self.page_size]
                 assert page is not None and page != HOLE
-                assert self.content[g][page][position % self.page_size] == (key, tuple(prompt[: position + 1]))
+                assert self.content[g][page][position % self.page_size] == (
+                    key,
+                    tuple(prompt[: position + 1]),
+                )
         if self.recurrent and match.length:
             assert match.state is not None
             assert self.state_content[match.state] == (key, tuple(prompt[: match.length]))

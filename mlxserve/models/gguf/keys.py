@@ -11,8 +11,14 @@ from typing import Any
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported
 
-# Keys that describe where a file comes from, or a default that holds anyway; never a change of the maths.
-HARMLESS = {"tensor_data_layout", "rope.scaling.finetuned", "attention.causal"}
+# Keys that never change the maths: where a file comes from, or the epsilon of the kind of norm not used.
+HARMLESS = {
+    "tensor_data_layout",
+    "rope.scaling.finetuned",
+    "attention.causal",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+}
 # Values at which a key says: nothing special. Zero, false and empty are neutral for every key.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_weights_scale": (1.0,),
