@@ -56,9 +56,17 @@ class AffineExperts:
     def product(self, x: mx.array, indices: mx.array) -> mx.array:
         """Row p // (P / X) of x [X, K] times expert indices[p] [P] -> [P, N]."""
         x = mx.repeat(x, indices.shape[0] // x.shape[0], axis=0)[:, None]
-        operands = (self.words, self.scales, self.biases)
-        settings = {"transpose": True, "group_size": self.group_size, "bits": self.bits}
-        return mx.gather_qmm(x, *operands, rhs_indices=indices, **settings)[:, 0]
+        product = mx.gather_qmm(
+            x,
+            self.words,
+            self.scales,
+            self.biases,
+            rhs_indices=indices,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+        return product[:, 0]
 
     def inputs(self) -> list[mx.array]:
         return [self.words, self.scales, self.biases]
