@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlxserve.errors import Unsupported, UsageError
+from mlxserve.errors import ModelInvalid, ModelUnsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,17 @@ class BlockFormat:
     size_bytes: int
 
     def row_bytes(self, weights: int) -> int:
-        """Bytes of a row of so many weights. Raises UsageError if blocks do not divide it."""
+        """Bytes of a row of so many weights. Raises ModelInvalid if blocks do not divide it."""
         if weights % self.weights:
-            raise UsageError(
+            raise ModelInvalid(
                 f"{self.name} stores blocks of {self.weights} weights; a row of {weights} does not divide."
             )
         return weights // self.weights * self.size_bytes
 
     def row_weights(self, row_bytes: int) -> int:
-        """Weights in a row of so many bytes. Raises UsageError if blocks do not divide it."""
+        """Weights in a row of so many bytes. Raises ModelInvalid if blocks do not divide it."""
         if row_bytes % self.size_bytes or not row_bytes:
-            raise UsageError(
+            raise ModelInvalid(
                 f"{self.name} stores blocks of {self.size_bytes} bytes; a row of {row_bytes} does not divide."
             )
         return row_bytes // self.size_bytes * self.weights
@@ -59,7 +59,7 @@ FORMATS = {
 
 
 def find_format(name: str) -> BlockFormat:
-    """The format called `name`, such as "Q4_K". Raises Unsupported for one that cannot run as it lies."""
+    """The format called `name`, such as "Q4_K". Raises ModelUnsupported for one that cannot run as it lies."""
     if name not in FORMATS:
-        raise Unsupported(f"No kernel reads GGUF blocks of type {name}; known are {', '.join(FORMATS)}.")
+        raise ModelUnsupported(f"No kernel reads GGUF blocks of type {name}; known are {', '.join(FORMATS)}.")
     return FORMATS[name]

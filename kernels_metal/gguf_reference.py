@@ -43,17 +43,21 @@ def matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:
     return (mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]).astype(x.dtype)
 
 
-def gather_matmul(x: mx.array, blocks: mx.array, indices: mx.array, kind: str) -> mx.array:
-    """Row p of x [P, K] times the transpose of expert indices[p] of blocks uint8 [E, N, row bytes].
+def gather_matmul(
+    x: mx.array, blocks: mx.array, indices: mx.array, kind: str, sorted_indices: bool = False
+) -> mx.array:
+    """Row p // (P / X) of x [X, K] times the transpose of expert indices[p] of blocks uint8 [E, N, row bytes].
 
     Returns [P, N] in x's dtype. Only experts that some row asks for are unpacked, one after another, so
-    `indices` [P] is awaited.
+    `indices` [P] is awaited. `sorted_indices` helps the kernel only.
     """
     chosen = indices.tolist()
-    result = mx.zeros((x.shape[0], blocks.shape[1]), x.dtype)
+    share = len(chosen) // x.shape[0]
+    result = mx.zeros((len(chosen), blocks.shape[1]), x.dtype)
     for expert in sorted(set(chosen)):
-        rows = mx.array([p for p, e in enumerate(chosen) if e == expert])
-        result[rows] = matmul(x[rows], blocks[expert], kind)
+        pairs = [p for p, e in enumerate(chosen) if e == expert]
+        rows = mx.array([p // share for p in pairs])
+        result[mx.array(pairs)] = matmul(x[rows], blocks[expert], kind)
     return result
 
 

@@ -24,11 +24,16 @@ Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 20
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels_metal.sample_host import sample_on_host
+from mlxserve.kernels_metal.source import read
 
+KERNEL_THREADS = 1024
 # Ids a span of the draw: sums within a span stay accurate where one running sum over V would lose tails.
 SPAN = 256
 # Largest float32 factor that makes any positive total strictly smaller.
@@ -42,12 +47,47 @@ def sample(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, m
     return sample_reference(logits, params, u)
 
 
+def sample_kernel(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
+    """The same by one launch of the Metal kernel, with the arguments and results of `sample_reference`."""
+    _check(logits, params, u)
+    rows = logits.shape[0]
+    token, logprob = _kernel()(
+        inputs=[logits, params.astype(mx.float32), u.astype(mx.float32)],
+        grid=(KERNEL_THREADS, rows, 1),
+        threadgroup=(KERNEL_THREADS, 1, 1),
+        output_shapes=[(rows,), (rows,)],
+        output_dtypes=[mx.int32, mx.float32],
+    )
+    return token, logprob
+
+
+@cache
+def _kernel() -> Any:
+    return mx.fast.metal_kernel(
+        name="sample_v1",
+        input_names=["logits", "params", "u"],
+        output_names=["token", "logprob"],
+        header=read("ranking"),
+        source=read("sample"),
+    )
+
+
+def _check(logits: mx.array, params: mx.array, u: mx.array) -> None:
+    """Raises ValueError for operands that do not go together."""
+    if logits.ndim != 2 or not logits.size or not mx.issubdtype(logits.dtype, mx.floating):
+        raise ValueError(f"logits must be floating [B, V], not {logits.dtype} {logits.shape}")
+    rows = logits.shape[0]
+    if params.shape != (rows, 4) or u.shape != (rows,):
+        raise ValueError(f"{rows} rows of logits do not go with params {params.shape} and u {u.shape}")
+
+
 def sample_reference(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
     """The module's definition in plain operations; lazy but for `params`, which is read on the host.
 
     logits [B, V] of any floating type; params float32 [B, 4] = (temperature, top_k, top_p, min_p);
     u float32 [B] in [0, 1). Returns token int32 [B] and logprob float32 [B].
     """
+    _check(logits, params, u)
     settings = np.array(params)  # [B, 4]
     x = logits.astype(mx.float32)  # [B, V]
     token = mx.argmax(x, axis=-1)  # [B], the lowest id among equals
