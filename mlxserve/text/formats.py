@@ -23,7 +23,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How calls are written: `start`, a payload, `end`. An empty end is the end of the reply or the next start.
+    """How calls are written: `start`, a payload, `end`. An empty end: the reply's end or the next start.
 
     payload: how to read it: `json` (objects with a name and arguments), one of tools.py's own readers, or the
     name of a parser of mlx-lm's. needs: what the template must also hold. tokens: added tokens that tell the
@@ -171,11 +171,17 @@ def recognise(templates: Collection[ChatTemplate], added_tokens: Collection[str]
     """
     source = "\0".join(template.source for template in templates)
     return ReplyFormat(
-        reasoning=next((r for r in REASONINGS if _known(r.end, source, added_tokens)), None),
+        reasoning=_reasoning(source, added_tokens),
         dialect=next((d for d in DIALECTS if _speaks(d, source, added_tokens)), HERMES),
         harmony="<|channel|>" in source and "<|message|>" in source,
         dropped=tuple(mark for mark in _DROPPED if _known(mark, source, added_tokens)),
     )
+
+
+def _reasoning(source: str, added_tokens: Collection[str]) -> Reasoning | None:
+    """What the template itself handles, else what there are tokens for."""
+    written = next((r for r in REASONINGS if r.end in source), None)
+    return written or next((r for r in REASONINGS if _known(r.end, "", added_tokens)), None)
 
 
 def _known(mark: str, source: str, added_tokens: Collection[str]) -> bool:

@@ -46,6 +46,10 @@ class HarmonyParser:
         self._arguments: list[str] = []
         self._calls = 0
 
+    @property
+    def thinking(self) -> bool:
+        return self._in_body and self._function is None and self._kind is Reasoning
+
     def feed(self, text: str, *, final: bool = False) -> list[Event]:
         self._rest += text
         events: list[Event] = []

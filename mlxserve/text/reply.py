@@ -30,6 +30,11 @@ def new_call_id() -> str:
 class Parser(Protocol):
     """What takes one family's text apart."""
 
+    @property
+    def thinking(self) -> bool:
+        """True while the text is inside reasoning."""
+        ...
+
     def feed(self, text: str, *, final: bool = False) -> list[Event]:
         """The events that the text so far makes certain; all the rest, once it is `final`."""
         ...
@@ -43,11 +48,12 @@ class ReplyParser:
             handle(parser.push(piece))
         handle(parser.finish())
 
-    tools: the request's definitions; without any, calls are plain text. prompt_ids: the prompt, whose end tells
-    whether the template has opened the reasoning already. new_id makes ids for calls that have none.
+    tools: the request's definitions; without any, calls are plain text. prompt_ids: the prompt, whose end
+    tells whether the template has opened the reasoning already. new_id makes ids for calls that have none.
 
-    A call is told when it is complete and well-formed: then ToolStart, its arguments and ToolEnd come at once.
-    What turns out malformed comes as text, markers included. White space around calls and reasoning is dropped.
+    A call is told when it is complete and well-formed: then ToolStart, its arguments and ToolEnd come at
+    once. What turns out malformed comes as text, markers included. White space around calls and reasoning
+    is dropped.
     """
 
     def __init__(
@@ -66,6 +72,11 @@ class ReplyParser:
             tail = tokenizer.decode(prompt_ids[-_PROMPT_TAIL:], skip_special_tokens=False).rstrip()
             opened = reply.reasoning is not None and tail.endswith(reply.reasoning.start)
             self._parser = MarkedParser(reply, known, new_id, reasoning_opened=opened)
+
+    @property
+    def thinking(self) -> bool:
+        """True while the reply is inside reasoning."""
+        return self._parser.thinking
 
     def push(self, text: str) -> list[Event]:
         """The events that this piece makes certain; often none."""
@@ -112,6 +123,10 @@ class MarkedParser:
         self._bare = reply.dialect.bare and bool(tools)
         if reasoning_opened:
             self._mode, self._trimming = self._reason, True
+
+    @property
+    def thinking(self) -> bool:
+        return self._mode == self._reason
 
     def feed(self, text: str, *, final: bool = False) -> list[Event]:
         self._rest += text

@@ -1,7 +1,7 @@
 """What stands between the markers of tool calls, read into names and JSON arguments.
 
 Knows: the payloads of the dialects in text/formats.py. Knows nothing of streams. What a model writes is never
-trusted to be well-formed: a call that cannot be read is handed back as the text it was, and its siblings live.
+trusted to be well-formed: a call that cannot be read is handed back as the text it was, its siblings live on.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tool_names(tools: Sequence[Mapping[str, Any]]) -> Collection[str]:
 
 
 def _read_json(dialect: Dialect, payload: str, tools: Sequence[Mapping[str, Any]]) -> list[Call | str]:
-    """Objects, in a list or one after another: `{"name": …, "arguments": {…}}` under any of the usual names."""
+    """Objects, in a list or in a row: `{"name": …, "arguments": {…}}` under any of the usual keys."""
     found: list[Call | str] = []
     try:
         for text in _objects(payload):
@@ -150,7 +150,7 @@ def _call(value: Any) -> Call:
     if not isinstance(value, Mapping):
         raise Malformed(str(value))
     name = next((value[key] for key in ("name", "function", "tool_name") if key in value), None)
-    arguments = next((value[key] for key in ("arguments", "parameters", "args") if key in value), {})
+    arguments: Any = next((value[key] for key in ("arguments", "parameters", "args") if key in value), {})
     if isinstance(arguments, str):
         arguments = _loads(arguments) if arguments.strip() else {}
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping | None):
@@ -167,7 +167,7 @@ _BAD_ESCAPE = re.compile(r'\\(\\|["/bfnrt]|u[0-9a-fA-F]{4})|\\')
 
 
 def _loads(text: str) -> Any:
-    """JSON as models write it: raw line breaks in strings, backslashes that escape nothing, Python's quotes."""
+    """JSON as models write it: raw line breaks in strings, stray backslashes, Python's quotes."""
     for attempt in (text, _BAD_ESCAPE.sub(lambda m: m[0] if m[1] else r"\\", text)):
         try:
             return json.loads(attempt, strict=False)
