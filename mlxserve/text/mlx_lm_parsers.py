@@ -30,10 +30,16 @@ def parser(name: str) -> ParseCall:
     It raises whatever it likes on payloads that it cannot read. Raises DependencyMissing where the installed
     mlx-lm has no such parser.
     """
+    parse: ParseCall = module(name).parse_tool_call
+    return parse
+
+
+def module(name: str) -> ModuleType:
+    """`mlx_lm.tool_parsers.<name>` under a name of our own. Raises as `parser`."""
     with _lock:
         package = _package()
         try:
-            return importlib.import_module(f"{package.__name__}.{name}").parse_tool_call
+            return importlib.import_module(f"{package.__name__}.{name}")
         except ModuleNotFoundError as error:
             raise DependencyMissing(
                 f"The installed mlx-lm has no tool parser {name!r}; a newer mlx-lm may have it."

@@ -30,9 +30,9 @@ from mlxserve.text.vocabulary import PlainEncoder, TokenBytes, repair_decoder, s
 class Tokenizer:
     """Encodes, decodes and renders chats. Safe to share between threads.
 
-    backend: the `tokenizers` library's object; its post-processor is not used, and a byte-level backend with
-    a decoder of another kind gets the right one.
-    bos_token_id: put before raw prompts if `add_bos`.
+    backend: the `tokenizers` library's object. It is changed: truncation and padding are switched off, and a
+    byte-level one with a decoder of another kind gets the right one.
+    bos_token_id: put before raw prompts if `add_bos`, whatever the backend's post-processor says.
     eos_token_ids: every id known to end a generation; the markers that the chat template ends turns
     with are added.
     chat_template: the Jinja source, or several under names (`default`, `tool_use`).
@@ -51,6 +51,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         repair_decoder(backend)
+        backend.no_truncation()  # some files keep the settings of their training
+        backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
@@ -112,12 +114,31 @@ class Tokenizer:
     # Text to ids.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A raw prompt's ids. Added tokens in the text count as such; BOS by the tokenizer's own setting.
+        """A raw prompt's ids. Added tokens in the text count as such.
 
-        A BOS that the text already begins with is not doubled.
+        With `add_special_tokens` the tokenizer's own setting decides what stands around them: BOS, or BERT's
+        [CLS] and [SEP]. A BOS that the text already begins with is not doubled. No id that ends a generation
+        is put behind a prompt.
         """
+        before, after = self._frame if add_special_tokens else ([], [])
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        return self._with_bos(ids) if add_special_tokens and ids[:1] != [self.bos_token_id] else ids
+        before = [] if before and ids[: len(before)] == before else before
+        return [*before, *ids, *(i for i in after if i not in self.eos_token_ids)]
+
+    def encode_for_embedding(self, text: str) -> list[int]:
+        """The ids whose hidden states are pooled; some models want their end token behind the text."""
+        before, after = self._frame
+        return [*before, *self.backend.encode(text, add_special_tokens=False).ids, *after]
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a raw text: what the post-processor adds, with BOS as `add_bos` says."""
+        bare = self.backend.encode("a", add_special_tokens=False).ids
+        framed = self.backend.encode("a", add_special_tokens=True).ids
+        added = len(framed) - len(bare)
+        start = next((i for i in range(added + 1) if framed[i : i + len(bare)] == bare), 0)
+        before = [i for i in framed[:start] if i != self.bos_token_id]
+        return self._with_bos(before), framed[start + len(bare) :]
 
     def encode_user(self, text: str) -> list[int]:
         """The ids of text that a person wrote: nothing in it becomes a control or other added token."""

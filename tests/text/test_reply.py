@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxserve.text.events import Text, ToolStart
+from mlxserve.text.formats import DIALECTS
+from mlxserve.text.mlx_lm_parsers import module
 from mlxserve.text.reply import ReplyParser
 from mlxserve.text.tokenizer import Tokenizer
+from tests.conftest import ROOT
 from tests.text.conftest import MakeTokenizer
 from tests.text.families import ARGUMENTS, BOTH, FAMILIES, READ, TOOLS, build, calls, cut, take_apart, text
 
@@ -220,12 +223,18 @@ def test_granites_template_is_recognised(make: MakeTokenizer, data: Path) -> Non
     assert calls(take_apart(tokenizer, [FAMILIES["granite"][2]]))[0] == ("read", ARGUMENTS)
 
 
-def test_mlx_lms_own_parsers_say_the_same(make: MakeTokenizer) -> None:
-    """Each dialect read by mlx-lm's parser here is told by the same markers there."""
-    import mlx_lm.tool_parsers.gemma4 as gemma4
-    import mlx_lm.tool_parsers.kimi_k2 as kimi_k2
-    import mlx_lm.tool_parsers.minimax_m2 as minimax_m2
+def test_mlx_lms_parsers_are_all_used_with_their_own_markers() -> None:
+    folder = Path(str(module("json_tools").__file__)).parent
+    here = {dialect.payload: dialect for dialect in DIALECTS if dialect.name != "seed"}
+    for name in sorted(path.stem for path in folder.glob("*.py")):
+        if name in ("__init__", "json_tools", "laguna"):  # read here; the same as glm47
+            continue
+        theirs = module(name)
+        assert here[name].start.startswith(theirs.tool_call_start), name
+        assert here[name].end == theirs.tool_call_end, name
 
-    for module, family in ((gemma4, "gemma4"), (kimi_k2, "kimi_k2"), (minimax_m2, "minimax_m2")):
-        dialect = build(make, family).reply_format.dialect
-        assert (dialect.start, dialect.end) == (module.tool_call_start, module.tool_call_end)
+
+def test_mlx_lms_parsers_do_not_bring_mlx_lm() -> None:
+    code = "import sys; from mlxserve.text.mlx_lm_parsers import parser; parser('gemma4'); "
+    code += "sys.exit(bool({'mlx_lm', 'transformers', 'mlx'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
