@@ -61,7 +61,7 @@ class Tokenizer:
         self._special_names = dict(special_tokens or {})
         self._added = backend.get_added_tokens_decoder()
         self.added_tokens: dict[str, int] = {token.content: i for i, token in sorted(self._added.items())}
-        self.token_bytes = TokenBytes(backend, {i: token.content for i, token in self._added.items()})
+        self._bytes = TokenBytes(backend, {i: token.content for i, token in self._added.items()})
 
     # What the vocabulary is.
 
@@ -107,9 +107,13 @@ class Tokenizer:
         markers = visible_markers(self.reply_format, self.added_tokens)
         return (self.special_ids - markers) | self.eos_token_ids
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, its leading space among them; none for an unknown id."""
+        return self._bytes[token_id]
+
     def token_text(self, token_id: int) -> str:
-        """One token as text, with its leading space; bytes that are no whole character as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        """`token_bytes` as text; bytes that are no whole character as U+FFFD."""
+        return self._bytes[token_id].decode("utf-8", "replace")
 
     # Text to ids.
 
@@ -170,9 +174,9 @@ class Tokenizer:
         """
         if hidden is None:
             hidden = self.hidden_in_replies
-        if self.token_bytes.fixed:
+        if self._bytes.fixed:
             strip = self._strips_first_space and not continues
-            return ByteDetokenizer(self.token_bytes, hidden, strip_space=strip)
+            return ByteDetokenizer(self._bytes, hidden, strip_space=strip)
         return BackendDetokenizer(self.backend, hidden)
 
     @cached_property
