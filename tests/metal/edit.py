@@ -13,6 +13,7 @@ from tests.metal.signature import Signature, strip_comments
 
 _INSTANTIATION = re.compile(r"template\s*(?:\[\[[^;]*?\]\]\s*)+decltype")
 _VECTOR = r"(?:metal::)?(?:vec<[^<>;(){}]*>|(?:float|half|bfloat|u?int|u?short|u?char|u?long|bool)[234])"
+_HALF_LITERAL = re.compile(r"\b(\d+\.\d*(?:e[-+]?\d+)?|\d+e[-+]?\d+)[hH]\b", re.IGNORECASE)
 _CONSTRUCTOR = re.compile(rf"(?<![\w:.])(?<!operator )({_VECTOR})\(")
 _VARIABLE = re.compile(
     r"((?:^|[;{}])\s*)threadgroup\s+"
@@ -25,11 +26,12 @@ _DECLARATOR = re.compile(r"(\w+)\s*((?:\[[^\]]*\]\s*)*)(?:,|$)")
 
 
 def edit(source: str) -> str:
-    """The text as clang takes it: instantiations, vector constructors and shared variables respelled.
+    """The text as clang takes it: what clang spells otherwise is respelled.
 
     Comments go too: one between a brace and `threadgroup` would hide a definition.
     """
     text = _INSTANTIATION.sub("template decltype", strip_comments(source))
+    text = _HALF_LITERAL.sub(r"\1f16", text)
     text = _CONSTRUCTOR.sub(r"msl::make<\1>(", text)
     text = _INPUT.sub(r"\1 __restrict \2", text)
     return _VARIABLE.sub(_shared_variables, text)

@@ -119,6 +119,10 @@ CAUGHT = {
         "float s;\nif (i & 1) s = simd_sum(x[i]);\nelse s = simd_max(x[i]);\ny[i] = s;",
         "wait in simd_max at line 3, this lane comes to simd_sum at line 2",
     ),
+    "two_simd_operations_in_a_line": (
+        "y[i] = (i & 1) ? simd_sum(x[i]) : simd_max(x[i]);",
+        "wait in simd_max at line 1, this lane comes to simd_sum at line 1",
+    ),
     "simd_after_return": (
         "y[i] = 1; if (i == 3) return; y[i] = simd_sum(x[i]);",
         "lanes 00000008 have returned",
@@ -252,6 +256,21 @@ def test_too_many_threads() -> None:
 
     with pytest.raises(harness.KernelFailure, match="1025 threads, more than the limit of 1024"):
         harness.run(launch, mx.zeros(8))
+
+
+def test_more_than_31_buffers() -> None:
+    names = [f"x{k}" for k in range(31)]
+    body = "y[0] = " + " + ".join(f"{name}[0]" for name in names) + ";"
+    kernel = mx.fast.metal_kernel(name="many", input_names=names, output_names=["y"], source=body)
+
+    def launch() -> list[mx.array]:
+        inputs, one = [mx.ones(1)] * 31, (1, 1, 1)
+        return kernel(
+            inputs=inputs, grid=one, threadgroup=one, output_shapes=[(1,)], output_dtypes=[mx.float32]
+        )
+
+    with pytest.raises(harness.CompileError, match="at most 31 buffers"):
+        harness.run(launch)
 
 
 def test_seven_elements_are_constant_and_eight_are_device() -> None:
