@@ -45,7 +45,9 @@ def hard_floats() -> np.ndarray:
     around = [np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))]
     exponents = (np.arange(512, dtype=np.uint32) << 23).view(np.float32)
     mantissas = (np.arange(512, dtype=np.uint32) << 23 | 0x7FFFFF).view(np.float32)
-    return np.concatenate([ties, *around, exponents, mantissas, np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0])])
+    return np.concatenate(
+        [ties, *around, exponents, mantissas, np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0])]
+    )
 
 
 def assert_same_bits_or_nan(ours: np.ndarray, right: np.ndarray) -> None:
