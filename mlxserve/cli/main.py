@@ -31,7 +31,12 @@ class Entry(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, Entry] = {}
+COMMANDS = {
+    "generate": Entry("mlxserve.cli.generate", "generate", "Write text for one or many prompts."),
+    "chat": Entry("mlxserve.cli.chat", "chat", "Hold a conversation in the terminal."),
+    "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
+    "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
+}
 
 
 @dataclass
@@ -135,6 +140,9 @@ def main(args: Sequence[str] | None = None) -> int:
         return _reader_gone()
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
     except click.ClickException as error:
         return _complain(_words(error), error.exit_code)
     except MlxServeError as error:

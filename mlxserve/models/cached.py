@@ -44,7 +44,9 @@ _HUB_NAME = re.compile(
 def parse_hub_name(name: str) -> HubName | None:
     """`org/name[@revision][:FILE.gguf]` in its parts, also with the Hub's address in front; else None."""
     match = _HUB_NAME.fullmatch(name)
-    return HubName(match["repo"], match["revision"], match["file"]) if match else None
+    if match is None or ".." in name:
+        return None
+    return HubName(match["repo"], match["revision"], match["file"])
 
 
 def cache_folder() -> Path:
@@ -217,16 +219,15 @@ def remove(name: HubName) -> int:
         raise ModelNotFound(f"There is nothing of {name} in the cache ({cache_folder()}).")
     cache = scan_cache_dir(cache_folder())
     revisions = [r for repo in cache.repos if repo.repo_path == folder.resolve() for r in repo.revisions]
+    files = [file for revision in revisions for file in revision.files]
     if name.file:
-        wanted = {part for r in revisions for part in _gguf_parts(r.snapshot_path, name)}
-        files = [f for r in revisions for f in r.files if f.file_path in wanted]
-        strategy = cache.delete_files(*files)
-    else:
-        strategy = cache.delete_revisions(*(revision.commit_hash for revision in revisions))
-    strategy.execute()
+        wanted = {part for revision in revisions for part in _gguf_parts(revision.snapshot_path, name)}
+        files = [file for file in files if file.file_path in wanted]
+    strategy = cache.delete_files(*files)
     freed = strategy.expected_freed_size
-    if not name.file and folder.exists():  # half-arrived files, which no revision lists
-        freed += _size(folder)
+    strategy.execute()
+    if not name.file:  # what is left: links, and half-arrived files, which no revision lists
+        freed += sum(path.stat().st_size for path in folder.glob("blobs/*.incomplete"))
         shutil.rmtree(folder)
     return freed
 

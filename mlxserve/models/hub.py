@@ -23,15 +23,33 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlxserve.errors import DoesNotFit, MlxServeError, ModelError, ModelGated, ModelInvalid, ModelNotFound
-from mlxserve.models.cached import HubName, cache_folder, choose_gguf, find, repo_folder, snapshot
-from mlxserve.models.files import INDEX, choose_weights, is_nested, only_pickles, pickles, read_index
+from mlxserve.errors import (
+    DoesNotFit,
+    MlxServeError,
+    ModelError,
+    ModelGated,
+    ModelInvalid,
+    ModelNotFound,
+    ModelUnsupported,
+)
+from mlxserve.models.cached import HubName, cache_folder, choose_gguf, repo_folder, snapshot
+from mlxserve.models.files import (
+    CONFIG,
+    INDEX,
+    TensorInfo,
+    choose_weights,
+    is_nested,
+    only_pickles,
+    pickles,
+    read_index,
+)
 from mlxserve.models.memory import show_bytes
 from mlxserve.models.progress import download_bar
 from mlxserve.models.transfer import Download, Meter, Progress, bring
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.utils import tqdm
 
 SMALL_FILES = (
     *("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.model"),
@@ -52,14 +70,6 @@ class Remote:
     files: dict[str, tuple[int, str | None]]
 
 
-def obtain(name: HubName, progress: Progress | None = None) -> Path:
-    """The folder or GGUF file that `name` means, from the cache if it is complete there, else fetched.
-
-    See `pull` for the errors. With HF_HUB_OFFLINE set nothing is fetched.
-    """
-    return find(name) or pull(name, progress)
-
-
 def pull(name: HubName, progress: Progress | None = None) -> Path:
     """Fetch the newest files of `name` and return the folder or the (first) GGUF file.
 
@@ -78,6 +88,51 @@ def pull(name: HubName, progress: Progress | None = None) -> Path:
         _fetch_large(remote, large, progress)
         folder = _fetch_listed(remote, [*small, *large], name.revision)
     return folder / large[0] if name.file or large[0].lower().endswith(".gguf") else folder
+
+
+def peek(name: HubName, folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a model on the Hub, from its headers; its `config.json` is left in `folder`.
+
+    Nothing enters the cache. Raises as `pull` does, and ModelUnsupported for a GGUF file.
+    """
+    _refuse_offline(name)
+    with _explained(name):
+        remote = look_up(name)
+        _, weights = choose_files(remote)
+        if name.file or (weights and weights[0].lower().endswith(".gguf")):
+            raise ModelUnsupported(
+                f"{name} is a GGUF file, which can be described only once it is here: "
+                f"'mlxserve models pull {name}'."
+            )
+        for file in {CONFIG, INDEX} & set(remote.files):
+            _fetch_to(remote, file, folder)
+        weights = weights or _weights_by_index(remote, folder)
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            headers = list(pool.map(lambda file: _remote_header(remote, file), weights))
+    return {tensor: info for header in headers for tensor, info in header.items()}
+
+
+def _fetch_to(remote: Remote, file: str, folder: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    hf_hub_download(
+        remote.name.repo, file, revision=remote.commit, local_dir=folder, tqdm_class=_silent_bar()
+    )
+
+
+def _remote_header(remote: Remote, file: str) -> dict[str, TensorInfo]:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    try:
+        header = HfApi().parse_safetensors_file_metadata(remote.name.repo, file, revision=remote.commit)
+    except SafetensorsParsingError as error:
+        raise ModelInvalid(f"{file} of {remote.name} has a damaged header.", param=file) from error
+    return {
+        name: TensorInfo(info.dtype, tuple(info.shape), end - start, Path(file), start)
+        for name, info in header.tensors.items()
+        for start, end in [info.data_offsets]
+    }
 
 
 def look_up(name: HubName) -> Remote:
@@ -133,17 +188,22 @@ def _weights_by_index(remote: Remote, folder: Path) -> list[str]:
 def _fetch_listed(remote: Remote, files: Sequence[str], revision: str | None) -> Path:
     """Let huggingface_hub bring `files` into the cache's snapshot; those that are there are only linked."""
     from huggingface_hub import snapshot_download
+
+    only = [escape(name) for name in files]
+    folder = snapshot_download(
+        remote.name.repo, revision=revision, allow_patterns=only, tqdm_class=_silent_bar()
+    )
+    return Path(folder)
+
+
+def _silent_bar() -> type[tqdm]:
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **{**settings, "disable": True})
 
-    patterns = [escape(name) for name in files]
-    folder = snapshot_download(
-        remote.name.repo, revision=revision, allow_patterns=patterns, tqdm_class=Silent
-    )
-    return Path(folder)
+    return Silent
 
 
 def _fetch_large(remote: Remote, files: Sequence[str], progress: Progress | None) -> None:

@@ -79,20 +79,6 @@ def kv_layers(config: Config) -> list[KvLayer]:
     return layers
 
 
-def context_length(config: Config) -> int | None:
-    """Tokens that the model was made for: its position limit, stretched where YaRN is configured."""
-    text = text_config(config)
-    limit = _first(
-        text, "max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length"
-    )
-    scaling = text.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or "yarn" not in (scaling.get("type"), scaling.get("rope_type")):
-        return limit
-    original = scaling.get("original_max_position_embeddings")
-    stretched = int(original * scaling.get("factor", 1)) if original else 0
-    return max(limit or 0, stretched) or None
-
-
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 WIDTH = ("hidden_size", "n_embd", "d_model")

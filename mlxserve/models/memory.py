@@ -32,9 +32,9 @@ class Weights:
     def bits_per_weight(self) -> float:
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
 
-    def quantized_bytes(self, bits: int, group_size: int) -> int:
-        """Estimated bytes after quantising to `bits`, with a 16-bit scale and bias a group."""
-        return round(self.parameters * min(self.bits_per_weight, bits + 2 * FLOAT_BITS / group_size) / 8)
+    def loaded_bytes(self, float_bytes: int, on_cpu: bool) -> int:
+        """Bytes in memory: as stored, but on a CPU every weight is a float of `float_bytes`."""
+        return self.parameters * float_bytes if on_cpu else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,13 @@ def kv_bytes(
 def kv_bytes_per_token(config: Mapping[str, Any], **settings: Any) -> int:
     """Bytes that one more token takes while no window is full; settings as for `kv_bytes`."""
     return kv_bytes(config, 1, **settings)
+
+
+def width_of(dtype: str, stored_bytes: int, on_cpu: bool) -> int:
+    """Bytes of a float that a model computes with: "auto" is as stored, but float32 on a CPU."""
+    if dtype == "auto":
+        return 4 if on_cpu else stored_bytes
+    return 4 if dtype == "float32" else 2
 
 
 def show_bytes(nbytes: int) -> str:

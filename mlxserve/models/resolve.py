@@ -13,7 +13,7 @@ from typing import Literal
 
 from mlxserve.errors import ModelInvalid, ModelNotFound
 from mlxserve.models.aliases import HUB, PACKAGED, is_alias, near
-from mlxserve.models.cached import choose_gguf, list_cached, parse_hub_name
+from mlxserve.models.cached import HubName, choose_gguf, find, list_cached, parse_hub_name
 from mlxserve.models.files import CONFIG, only_pickles, pickles
 from mlxserve.models.transfer import Progress
 
@@ -41,16 +41,30 @@ def resolve(name: str, progress: Progress | None = None) -> ModelFiles:
     error. Raises ModelNotFound, with near matches, for a name that means nothing, and whatever
     `hub.pull` raises for one that cannot be fetched.
     """
+    found = look_for(name)
+    if isinstance(found, ModelFiles):
+        return found
+    from mlxserve.models.hub import pull
+
+    return _fetched(name, pull(found, progress))
+
+
+def look_for(name: str) -> ModelFiles | HubName:
+    """The model that `name` means if it is complete on this disk, else where it is on the Hub.
+
+    Raises ModelNotFound for a name that means neither.
+    """
     found = find_local(name)
     if found:
         return found
-    target = HUB[name.lower()] if is_alias(name) else name
-    hub_name = parse_hub_name(target)
+    hub_name = parse_hub_name(HUB.get(name.lower(), name))
     if hub_name is None or _is_surely_path(name):
         raise _nothing(name)
-    from mlxserve.models.hub import obtain
+    path = find(hub_name)
+    return _fetched(name, path) if path else hub_name
 
-    path = obtain(hub_name, progress)
+
+def _fetched(name: str, path: Path) -> ModelFiles:
     return ModelFiles("folder" if path.is_dir() else "gguf", path, name, "alias" if is_alias(name) else "hub")
 
 
@@ -60,7 +74,7 @@ def find_local(name: str) -> ModelFiles | None:
     Raises ModelInvalid for a path that exists and holds no model.
     """
     path = Path(name).expanduser()
-    if path.exists() and not (is_alias(name) and _holds_no_model(path)):
+    if name and path.exists() and not (is_alias(name) and _holds_no_model(path)):
         return ModelFiles(*_look_at(path), path.resolve().name, "path")
     packaged = packaged_file(name)
     return ModelFiles("gguf", packaged, name, "package") if packaged else None

@@ -49,8 +49,5 @@ class TextStream:
         """What was still held back: a beginning of a stop string, bytes of an unfinished character."""
         if self.stop is not None:
             return ""
-        text, self.stop = self._stops.feed(self._pieces.finish())
-        if self.stop is not None:
-            return text
-        rest, self.stop = self._stops.flush()
-        return text + rest
+        text, self.stop = self._stops.feed(self._pieces.finish(), final=True)
+        return text

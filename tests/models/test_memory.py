@@ -11,10 +11,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlxserve  # noqa: F401  (puts OpenBLAS before MLX)
+from mlxserve.config import LoadConfig
 from mlxserve.errors import DoesNotFit, ModelInvalid
 from mlxserve.models.definitions import find_definition, import_definition
+from mlxserve.models.describe import describe_files
 from mlxserve.models.files import inspect
-from mlxserve.models.kvlayout import LATENT, WINDOWED, context_length, kv_layers, text_config
+from mlxserve.models.kvlayout import LATENT, WINDOWED, kv_layers, text_config
+from mlxserve.models.load import load_folder
 from mlxserve.models.memory import (
     Estimate,
     kv_bytes,
@@ -22,7 +25,9 @@ from mlxserve.models.memory import (
     show_bytes,
     show_count,
     weigh,
+    width_of,
 )
+from mlxserve.models.resolve import ModelFiles
 from tests import tiny
 from tests.conftest import package_folder
 
@@ -203,7 +208,25 @@ def test_weights_of_a_plain_model(tiny_llama: Path) -> None:
     folder = inspect(tiny_llama)
     weighed = weigh(folder.tensors, folder.config)
     assert weighed.bits_per_weight == 32
-    assert weighed.quantized_bytes(4, 64) == round(weighed.parameters * 4.5 / 8)
+    assert weighed.loaded_bytes(2, on_cpu=False) == weighed.nbytes == weighed.parameters * 4
+    assert weighed.loaded_bytes(2, on_cpu=True) == weighed.parameters * 2
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
+def test_weights_take_what_was_worked_out(dtype: str, width: int, tiny_llama: Path) -> None:
+    folder = inspect(tiny_llama)
+    loaded = load_folder(tiny_llama, LoadConfig(dtype=dtype))
+    assert width_of(dtype, 2, on_cpu=True) == width
+    assert weigh(folder.tensors, folder.config).loaded_bytes(width, on_cpu=True) == loaded.weight_bytes
+
+
+def test_the_packaged_model_takes_what_was_worked_out(smollm2: Path) -> None:
+    """135M parameters, as its publisher says, and their float32 bytes as MLX holds them."""
+    found = describe_files(ModelFiles("gguf", smollm2, "smollm2", "package"))
+    assert show_count(found.weights.parameters) == "135M" and found.context == 8192
+    assert found.weights.nbytes < smollm2.stat().st_size < found.weights.nbytes * 1.05
+    # 30 layers x 2 x 3 KV heads x 64, two bytes each
+    assert kv_bytes_per_token(found.config) == 30 * 2 * 3 * 64 * 2
 
 
 def test_estimate_refuses_with_both_numbers() -> None:
@@ -220,26 +243,6 @@ def test_an_image_models_text_part_counts() -> None:
     outer = {"model_type": "gemma3", "vocab_size": 288, "text_config": inner, "vision_config": {}}
     assert text_config(outer)["vocab_size"] == 288
     assert kv_layers(outer) == kv_layers(tiny.config("gemma3_text"))
-
-
-@pytest.mark.parametrize(
-    ("config", "length"),
-    [
-        ({"max_position_embeddings": 2048}, 2048),
-        ({"n_positions": 128}, 128),
-        ({}, None),
-        (
-            {
-                "max_position_embeddings": 4096,
-                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
-            },
-            16384,
-        ),
-        ({"text_config": {"max_position_embeddings": 7}}, 7),
-    ],
-)
-def test_context_length(config: dict[str, Any], length: int | None) -> None:
-    assert context_length({"model_type": "llama", **config}) == length
 
 
 def test_a_configuration_without_layers_is_named() -> None:

@@ -76,7 +76,7 @@ def tokenizers(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=5).map("".join))
 @example(text="A<|im_end|>B")
 @example(text="end|><|im_")

@@ -46,26 +46,13 @@ class GGUFFile:
         """The configuration in Hugging Face's terms. Raises ModelUnsupported or ModelInvalid."""
         return to_config(self.metadata, self.tensors)
 
-    def weights(
-        self, config: Mapping[str, Any] | None = None, *, dtype: mx.Dtype = mx.float32
-    ) -> dict[str, mx.array]:
-        """All weights in `dtype`, by parameter name, evaluated; what `read` gives as floats."""
-        return self.read(config, dtype=dtype).arrays
-
-    def read(
-        self,
-        config: Mapping[str, Any] | None = None,
-        *,
-        dtype: mx.Dtype = mx.float32,
-        mode: Mode = "float",
-    ) -> Weights:
-        """The weights in either form, see `read_weights`; `config` is this file's own unless given.
+    def weights(self, dtype: mx.Dtype = mx.float32, mode: Mode = "float") -> Weights:
+        """Evaluated weights by parameter name, see `read_weights`. Raises ModelUnsupported or ModelInvalid.
 
         The definition's `sanitize` must still run on them, as it does for any other file.
-        Raises ModelUnsupported or ModelInvalid, naming the tensor.
         """
         row = find_architecture(self.metadata)
-        return read_weights(self.tensors, row, config or self.config(), dtype=dtype, mode=mode)
+        return read_weights(self.tensors, row, self.config(), dtype=dtype, mode=mode)
 
     def generation_defaults(self) -> dict[str, Any]:
         """Sampling settings that the file recommends, under the names of generation_config.json."""

@@ -1,8 +1,8 @@
 """Tensors as stored, made into numbers: float32, or MLX's own packed form.
 
-Knows: every tensor type of the `gguf` package's dequantiser, and the exact repack of seven block types to
-MLX's affine quantisation (groups of 32, unsigned values, one scale and bias a group). Knows nothing of
-names, architectures or the MLX runtime: arrays in and out are NumPy's.
+Knows: every tensor type of the `gguf` package's dequantiser, and the exact repack of eight block types to
+MLX's quantisation (groups of 32; affine ones have unsigned values with one scale and bias a group). Knows
+nothing of names, architectures or the MLX runtime: arrays in and out are NumPy's.
 
     block type   value               MLX: scale      bias            bits
     Q4_0         d (q - 8)           d               -8 d            4
@@ -11,6 +11,7 @@ names, architectures or the MLX runtime: arrays in and out are NumPy's.
     Q5_1         d q + m             d               m               5
     Q8_0         d q, q signed       d               -128 d          8   (q + 128 stored)
     Q4_K, Q5_K   d s q - dmin m      d s             -dmin m         4, 5
+    MXFP4        2^(e-127) fp4       e, as a byte    none            4   (MLX's mode "mxfp4")
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -68,16 +69,18 @@ def _piece(raw: np.ndarray, kind: GGMLQuantizationType, block_bytes: int) -> np.
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """MLX affine quantisation of a (*, rows, columns) tensor.
+    """MLX's quantisation of a (*, rows, columns) tensor.
 
     weight: uint32 (*, rows, columns * bits / 32), values packed from the lowest bit on. scales, biases:
-    float32 (*, rows, columns / group_size). A value is scale * q + bias.
+    float32 (*, rows, columns / group_size); a value is scale * q + bias. In mode "mxfp4" scales are uint8
+    exponents and there are no biases.
     """
 
     weight: np.ndarray
     scales: np.ndarray
-    biases: np.ndarray
+    biases: np.ndarray | None
     bits: int
+    mode: str = "affine"
     group_size: int = GROUP_SIZE
 
 
@@ -91,12 +94,13 @@ def repack(raw: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) 
     bits, unpack = REPACKABLE[kind]
     _, block_bytes = GGML_QUANT_SIZES[kind]
     values, scales, biases = unpack(raw.reshape(-1, block_bytes))  # (groups, 32), (groups,), (groups,)
-    outer = shape[:-1]
+    groups = (*shape[:-1], shape[-1] // GROUP_SIZE)
     return Packed(
-        weight=_pack(values, bits).reshape(*outer, shape[-1] * bits // 32),
-        scales=scales.astype(np.float32, copy=False).reshape(*outer, shape[-1] // GROUP_SIZE),
-        biases=biases.astype(np.float32, copy=False).reshape(*outer, shape[-1] // GROUP_SIZE),
+        weight=_pack(values, bits).reshape(*shape[:-1], shape[-1] * bits // 32),
+        scales=scales.reshape(groups),
+        biases=None if biases is None else biases.reshape(groups),
         bits=bits,
+        mode="affine" if biases is not None else "mxfp4",
     )
 
 
@@ -113,7 +117,7 @@ def _pack(values: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(stream.view(np.uint8).reshape(-1, 8)[:, :bits]).reshape(-1).view(np.uint32)
 
 
-Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray]
+Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 
 def _half(block: np.ndarray, start: int) -> np.ndarray:
@@ -183,6 +187,10 @@ def _q5_k(block: np.ndarray) -> Unpacked:
     return values.reshape(-1, 32), *_k_scales(block)
 
 
+def _mxfp4(block: np.ndarray) -> Unpacked:
+    return _nibbles(block[:, 1:]), np.ascontiguousarray(block[:, 0]), None
+
+
 REPACKABLE: dict[GGMLQuantizationType, tuple[int, Callable[[np.ndarray], Unpacked]]] = {
     GGMLQuantizationType.Q4_0: (4, _q4_0),
     GGMLQuantizationType.Q4_1: (4, _q4_1),
@@ -191,4 +199,5 @@ REPACKABLE: dict[GGMLQuantizationType, tuple[int, Callable[[np.ndarray], Unpacke
     GGMLQuantizationType.Q8_0: (8, _q8_0),
     GGMLQuantizationType.Q4_K: (4, _q4_k),
     GGMLQuantizationType.Q5_K: (5, _q5_k),
+    GGMLQuantizationType.MXFP4: (4, _mxfp4),
 }

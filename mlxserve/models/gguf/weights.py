@@ -24,6 +24,7 @@ from mlxserve.models.gguf.quants import FLOAT_TYPES, GROUP_SIZE, REPACKABLE, Pac
 from mlxserve.models.gguf.rope import FACTOR_TENSORS
 
 Mode = Literal["float", "packed"]
+Form = tuple[int, str]  # bits and MLX's mode
 # Tables of rotary frequencies in old files; the definitions compute them.
 _UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?|rope_freqs")
 
@@ -33,7 +34,7 @@ class Weights:
     """What a definition loads.
 
     arrays: parameter name -> array. quantization: for mlx-lm's configuration, None where nothing is packed:
-    the commonest `group_size` and `bits`, and an entry of its own for each layer that differs.
+    the commonest `group_size`, `bits` and `mode`, and an entry of its own for each layer that differs.
     report: tensor name -> "repacked", "dequantised" (stored in blocks) or "float" (stored as numbers).
     """
 
@@ -68,12 +69,12 @@ def read_weights(
 
     mode "float": everything in `dtype`. mode "packed": block types that have an exact form in MLX's
     quantisation keep their size, with scales and biases in `dtype` (exact in float32, and in float16 for
-    Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0); all others become `dtype`.
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4); all others become `dtype`.
     Raises ModelInvalid (a tensor missing or of the wrong size) or ModelUnsupported (one that the definition
     has no place for, or a type that cannot be read); both name the tensor.
     """
     result = Weights()
-    bits: dict[str, int] = {}
+    forms: dict[str, Form] = {}
     for placed in placements(tensors, row, config):
         if placed.source is None:
             result.arrays[placed.target] = mx.zeros(placed.shape, dtype)
@@ -83,7 +84,7 @@ def read_weights(
         if packed is not None and mode == "packed" and _fits(packed, dtype):
             layer = placed.target.removesuffix(".weight")
             arrays = _packed_arrays(layer, packed, dtype)
-            bits[layer], outcome = packed.bits, "repacked"
+            forms[layer], outcome = (packed.bits, packed.mode), "repacked"
         else:
             values = _values(packed) if packed is not None else mx.array(dequantise(source))
             arrays = {placed.target: (values - placed.offset if placed.offset else values).astype(dtype)}
@@ -92,7 +93,7 @@ def read_weights(
         result.arrays |= arrays
         result.report[source.name] = outcome
     mx.eval(result.arrays)
-    result.quantization = _quantization(bits)
+    result.quantization = _quantization(forms)
     return result
 
 
@@ -200,32 +201,45 @@ def _ordered(tensor: TensorInfo, heads: int | None) -> TensorInfo:
 
 def _values(packed: Packed) -> mx.array:
     """float32 values; MLX multiplies and adds as the `gguf` package does, to the last bit."""
-    weight, scales, biases = mx.array(packed.weight), mx.array(packed.scales), mx.array(packed.biases)
-    return mx.dequantize(weight, scales, biases, group_size=packed.group_size, bits=packed.bits)
+    return mx.dequantize(
+        mx.array(packed.weight),
+        mx.array(packed.scales),
+        None if packed.biases is None else mx.array(packed.biases),
+        group_size=packed.group_size,
+        bits=packed.bits,
+        mode=packed.mode,
+        dtype=mx.float32,
+    )
 
 
 def _packed_arrays(layer: str, packed: Packed, dtype: mx.Dtype) -> dict[str, mx.array]:
+    weight, scales = mx.array(packed.weight), mx.array(packed.scales)
+    if packed.biases is None:
+        return {f"{layer}.weight": weight, f"{layer}.scales": scales}
     return {
-        f"{layer}.weight": mx.array(packed.weight),
-        f"{layer}.scales": mx.array(packed.scales).astype(dtype),
+        f"{layer}.weight": weight,
+        f"{layer}.scales": scales.astype(dtype),
         f"{layer}.biases": mx.array(packed.biases).astype(dtype),
     }
 
 
 def _fits(packed: Packed, dtype: mx.Dtype) -> bool:
     """False where a scale or bias is too large for float16."""
-    if dtype != mx.float16:
+    if dtype != mx.float16 or packed.biases is None:
         return True
     limit = float(np.finfo(np.float16).max)
     return bool(np.abs(packed.scales).max() <= limit and np.abs(packed.biases).max() <= limit)
 
 
-def _quantization(bits: Mapping[str, int]) -> dict[str, Any] | None:
-    """mlx-lm's `quantization` entry: the commonest width for all, and the layers that differ by path."""
-    if not bits:
+def _quantization(forms: Mapping[str, Form]) -> dict[str, Any] | None:
+    """mlx-lm's `quantization` entry: the commonest form for all, and the layers that differ by path."""
+    if not forms:
         return None
-    common = Counter(bits.values()).most_common(1)[0][0]
-    others = {
-        layer: {"group_size": GROUP_SIZE, "bits": width} for layer, width in bits.items() if width != common
-    }
-    return {"group_size": GROUP_SIZE, "bits": common, **others}
+    common = Counter(forms.values()).most_common(1)[0][0]
+    others = {layer: _settings(form) for layer, form in forms.items() if form != common}
+    return {**_settings(common), **others}
+
+
+def _settings(form: Form) -> dict[str, Any]:
+    bits, mode = form
+    return {"group_size": GROUP_SIZE, "bits": bits, "mode": mode}

@@ -152,7 +152,13 @@ def load(config: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> nn.Module
         def settings(layer: str, module: nn.Module) -> Any:
             return quantization.get(layer, f"{layer}.scales" in weights)
 
-        nn.quantize(model, quantization["group_size"], quantization["bits"], class_predicate=settings)
+        nn.quantize(
+            model,
+            quantization["group_size"],
+            quantization["bits"],
+            mode=quantization["mode"],
+            class_predicate=settings,
+        )
     model.load_weights(list(weights.items()), strict=True)
     return model
 
