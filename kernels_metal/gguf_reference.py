@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 
 from mlxserve.kernels_metal.gguf_formats import find_format
 
@@ -51,7 +52,7 @@ def gather_matmul(
     Returns [P, N] in x's dtype. Only experts that some row asks for are unpacked, one after another, so
     `indices` [P] is awaited. `sorted_indices` helps the kernel only.
     """
-    chosen = indices.tolist()
+    chosen = np.array(indices).tolist()
     share = len(chosen) // x.shape[0]
     result = mx.zeros((len(chosen), blocks.shape[1]), x.dtype)
     for expert in sorted(set(chosen)):

@@ -17,7 +17,8 @@ def sample_on_host(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.
     tokens = np.empty(len(rows), np.int32)
     logprobs = np.empty(len(rows), np.float32)
     for i, (row, settings, draw) in enumerate(zip(rows, np.array(params), np.array(u))):
-        tokens[i] = _token(row, *map(float, settings), float(draw))
+        temperature, top_k, top_p, min_p = map(float, settings)
+        tokens[i] = _token(row, temperature, top_k, top_p, min_p, float(draw))
         logprobs[i] = _logprob(row, int(tokens[i]))
     return mx.array(tokens), mx.array(logprobs)
 
