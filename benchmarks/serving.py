@@ -277,7 +277,9 @@ def main() -> None:
     target_s = 0.25
     worst = []
     for run in range(args.runs):
-        jobs = among_streams(np.random.default_rng(run), 400 if args.quick else 4000, 60 if args.quick else 150)
+        jobs = among_streams(
+            np.random.default_rng(run), 400 if args.quick else 4000, 60 if args.quick else 150
+        )
         seen = drive(Ours(loaded, tokenizer, gap_target_s=target_s), jobs)
         seen.times_s.pop()
         worst.append(max(seen.gaps_s()))

@@ -104,7 +104,7 @@ def load_gguf(path: Path, settings: LoadConfig, *, name: str | None = None) -> L
     config = with_overrides(file.config(), settings)
     on_cpu = mx.default_device() == mx.cpu
     dtype = working_dtype(settings.dtype, mx.bfloat16)
-    weights = file.read(config, dtype=dtype, mode="float" if on_cpu else "packed")
+    weights = file.weights(dtype, mode="float" if on_cpu else "packed")
     if weights.quantization is not None:
         config["quantization"] = weights.quantization
     model = build(config)

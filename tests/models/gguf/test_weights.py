@@ -177,26 +177,26 @@ def test_case_49_tied_with_a_head_present(name: str, tmp_path: Path) -> None:
 def test_case_49_untied_without_its_head_is_named(tmp_path: Path) -> None:
     _, file = _file(tmp_path / "a.gguf", "gpt-oss", drop=("output.weight",))
     with pytest.raises(ModelInvalid, match=r"output\.weight"):
-        file.weights().arrays
+        file.weights()
 
 
 def test_another_head_than_the_definition_can_use_is_refused(tmp_path: Path) -> None:
     other = np.ones((288, 64), np.float32)
     _, file = _file(tmp_path / "a.gguf", "gemma2", tensors={"output.weight": other})
     with pytest.raises(ModelUnsupported, match=r"output\.weight"):
-        file.weights().arrays
+        file.weights()
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     _, file = _file(tmp_path / "a.gguf", drop=("blk.2.ffn_up.weight",))
     with pytest.raises(ModelInvalid, match=r"blk\.2\.ffn_up\.weight"):
-        file.weights().arrays
+        file.weights()
 
 
 def test_a_missing_bias_is_named_where_the_definition_needs_it(tmp_path: Path) -> None:
     _, file = _file(tmp_path / "a.gguf", "qwen2", drop=("blk.1.attn_k.bias",))
     with pytest.raises(ModelInvalid, match=r"blk\.1\.attn_k\.bias"):
-        file.weights().arrays
+        file.weights()
 
 
 def test_biases_that_a_file_leaves_out_are_zeros(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_biases_that_a_file_leaves_out_are_zeros(tmp_path: Path) -> None:
 def test_a_tensor_without_a_place_is_named(name: str, tmp_path: Path) -> None:
     _, file = _file(tmp_path / "a.gguf", tensors={name: np.ones((4, 4), np.float32)})
     with pytest.raises(ModelUnsupported, match=name.replace(".", r"\.")):
-        file.weights().arrays
+        file.weights()
 
 
 def test_old_tables_of_frequencies_are_left_out(tmp_path: Path) -> None:
