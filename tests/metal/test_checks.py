@@ -36,6 +36,11 @@ CAUGHT = {
     ),
     "past_a_local_array": ("float a[4] = {0}; a[int(x[i]) % 6] = 1; y[i] = a[0];", "out of the bounds of"),
     "before_a_local_array": ("float a[4] = {0}; y[i] = a[int(x[i]) - 1];", "out of the bounds of"),
+    "past_a_local_array_of_structs": (
+        "struct S { int a, b; }; S s[4]; for (int k = 0; k <= 4; k++) { s[k] = S(); s[k].a = int(x[i]); }"
+        "y[i] = s[i % 4].a;",
+        "index 4 is out of the bounds of",
+    ),
     "past_a_local_array_by_pointer": (
         "float a[4] = {0}; thread float* p = a; p[int(x[i]) % 6] = 1; y[i] = a[0];",
         "out of the bounds of a local array",
@@ -219,6 +224,17 @@ def test_failure_names_place_and_both_threads() -> None:
     assert (failure.other.line, failure.other.thread, failure.other.simdgroup) == (4, 63, 1)
     assert failure.where.threadgroup == (0, 0, 0) and failure.order == "reverse"
     assert "thread 31 of threadgroup (0, 0, 0) (simdgroup 0, lane 31)" in str(failure)
+
+
+def test_a_fault_ends_the_launch_and_not_the_process() -> None:
+    """Functions that call each other run out of stack, which no check foresees."""
+    header = """inline float odd(float v);
+        inline float even(float v) { return v == 0 ? 1.0f : 1.0f + odd(v - 1); }
+        inline float odd(float v) { return v == 0 ? 0.0f : 2.0f * even(v - 1); }
+        """
+    with pytest.raises(harness.KernelFailure, match="the thread faulted"):
+        run_body("y[i] = even(x[i] + 1e6f);", header)
+    assert run_body("y[i] = even(x[i]);", header).outputs[0][0] == 1
 
 
 def two_threadgroups(body: str, **options: object) -> harness.Result:
