@@ -30,7 +30,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.kernels_metal.sample_host import sample_on_host
 from mlxserve.kernels_metal.source import read
 
 KERNEL_THREADS = 1024
@@ -40,15 +39,8 @@ SPAN = 256
 BELOW_ONE = 1.0 - 2.0**-23
 
 
-def sample(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
-    """Draw one token a row: (token int32 [B], logprob float32 [B]). See `sample_reference`."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return sample_on_host(logits, params, u)
-    return sample_reference(logits, params, u)
-
-
 def sample_kernel(logits: mx.array, params: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
-    """The same by one launch of the Metal kernel, with the arguments and results of `sample_reference`."""
+    """The module's definition in one launch; arguments and results as of `sample_reference`."""
     _check(logits, params, u)
     rows = logits.shape[0]
     token, logprob = _kernel()(

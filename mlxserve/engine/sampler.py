@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.engine.batch import Admission
-from mlxserve.kernels_metal.sample import sample
+from mlxserve.kernels_metal.dispatch import sample
 from mlxserve.request import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxserve.kernels_metal.sample import sample, sample_kernel, sample_reference
+from mlxserve.kernels_metal.dispatch import sample
+from mlxserve.kernels_metal.sample import sample_kernel, sample_reference
 from mlxserve.kernels_metal.sample_host import leading_ids, sample_on_host
 from tests.kernels_metal.products import CASES
 from tests.metal import harness
