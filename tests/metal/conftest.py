@@ -1,6 +1,8 @@
-"""Every test here needs the compiler; where it is missing they are skipped with the reason."""
+"""Every test here needs Linux and the compiler; elsewhere they are skipped with the reason."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -10,5 +12,7 @@ from tests.metal import harness
 
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
+    if sys.platform != "linux":
+        pytest.skip("the Metal harness runs on Linux only")  # a Mac has `mlxserve kernels selftest`
     reason = harness.why_unavailable()
     require(reason is None, reason or "")

@@ -39,12 +39,20 @@ RULES = [
     (r"\bprintf\s*\(", "MSL has no printf"),
     (rf"{START}static\s+(?![^;(]*\bconstant\b)[^;(){{}}=]*[;=\[]", "a static variable must be constant"),
     (rf"{TYPE}\s*\(\s*\*\s*{NAME}\s*\)\s*\(", "no function pointers"),
-    (rf"{START}{NOT_A_TYPE}{TYPE}\s*[*&]\s*(?:const\s+)?{NAME}\s*=(?!=)", f"a pointer or reference {BARE}"),
+    (
+        rf"{START}{NOT_A_TYPE}{TYPE}\s*[*&]\s*(?:const\s+)?{NAME}\s*(?:=(?!=)|;)",
+        f"a pointer or reference {BARE}",
+    ),
+    (
+        rf"{START}(?:(?:inline|static|METAL_FUNC)\s+)*{NOT_A_TYPE}{TYPE}\s*[*&]\s*{NAME}\s*\(",
+        f"a pointer or reference that is returned {BARE}",
+    ),
+    (r"\[\[\s*buffer\((?:3[1-9]|[4-9]\d|\d{3,})\)\s*\]\]", "Metal passes at most 31 buffers"),
     (rf"\(\s*{TYPE}\s*\*+\s*\)", f"the type of a cast {BARE}"),
     (rf"_cast\s*<\s*{TYPE}\s*[*&]+\s*>", f"the type of a cast {BARE}"),
 ]
 _COMPILED = [(re.compile(pattern, re.MULTILINE), why) for pattern, why in RULES]
-_PARAMETER = re.compile(rf"{TYPE}\s*[*&]+\s*(?:const\s+|restrict\s+)*({NAME})")
+_PARAMETER = re.compile(rf"{TYPE}\s*(?:[*&]+\s*(?:const\s+|restrict\s+)*{NAME}|\(\s*&\s*{NAME}\s*\)[^()]*)")
 _HEAD = re.compile(
     rf"\b({NAME})\s*\(([^(){{}};]*(?:\([^(){{}};]*\)[^(){{}};]*)*)\)\s*(?:const\s*)?(?:thread\s*)?\{{"
 )

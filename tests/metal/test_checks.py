@@ -36,6 +36,11 @@ CAUGHT = {
     ),
     "past_a_local_array": ("float a[4] = {0}; a[int(x[i]) % 6] = 1; y[i] = a[0];", "out of the bounds of"),
     "before_a_local_array": ("float a[4] = {0}; y[i] = a[int(x[i]) - 1];", "out of the bounds of"),
+    "past_a_local_array_of_structs": (
+        "struct S { int a, b; }; S s[4]; for (int k = 0; k <= 4; k++) { s[k] = S(); s[k].a = int(x[i]); }"
+        "y[i] = s[i % 4].a;",
+        "index 4 is out of the bounds of",
+    ),
     "past_a_local_array_by_pointer": (
         "float a[4] = {0}; thread float* p = a; p[int(x[i]) % 6] = 1; y[i] = a[0];",
         "out of the bounds of a local array",
@@ -118,6 +123,10 @@ CAUGHT = {
     "two_simd_operations": (
         "float s;\nif (i & 1) s = simd_sum(x[i]);\nelse s = simd_max(x[i]);\ny[i] = s;",
         "wait in simd_max at line 3, this lane comes to simd_sum at line 2",
+    ),
+    "two_simd_operations_in_a_line": (
+        "y[i] = (i & 1) ? simd_sum(x[i]) : simd_max(x[i]);",
+        "wait in simd_max at line 1, this lane comes to simd_sum at line 1",
     ),
     "simd_after_return": (
         "y[i] = 1; if (i == 3) return; y[i] = simd_sum(x[i]);",
@@ -217,6 +226,17 @@ def test_failure_names_place_and_both_threads() -> None:
     assert "thread 31 of threadgroup (0, 0, 0) (simdgroup 0, lane 31)" in str(failure)
 
 
+def test_a_fault_ends_the_launch_and_not_the_process() -> None:
+    """Functions that call each other run out of stack, which no check foresees."""
+    header = """inline float odd(float v);
+        inline float even(float v) { return v == 0 ? 1.0f : 1.0f + odd(v - 1); }
+        inline float odd(float v) { return v == 0 ? 0.0f : 2.0f * even(v - 1); }
+        """
+    with pytest.raises(harness.KernelFailure, match="the thread faulted"):
+        run_body("y[i] = even(x[i] + 1e6f);", header)
+    assert run_body("y[i] = even(x[i]);", header).outputs[0][0] == 1
+
+
 def two_threadgroups(body: str, **options: object) -> harness.Result:
     return run_body(body, threads=128, **options)
 
@@ -252,6 +272,21 @@ def test_too_many_threads() -> None:
 
     with pytest.raises(harness.KernelFailure, match="1025 threads, more than the limit of 1024"):
         harness.run(launch, mx.zeros(8))
+
+
+def test_more_than_31_buffers() -> None:
+    names = [f"x{k}" for k in range(31)]
+    body = "y[0] = " + " + ".join(f"{name}[0]" for name in names) + ";"
+    kernel = mx.fast.metal_kernel(name="many", input_names=names, output_names=["y"], source=body)
+
+    def launch() -> list[mx.array]:
+        inputs, one = [mx.ones(1)] * 31, (1, 1, 1)
+        return kernel(
+            inputs=inputs, grid=one, threadgroup=one, output_shapes=[(1,)], output_dtypes=[mx.float32]
+        )
+
+    with pytest.raises(harness.CompileError, match="at most 31 buffers"):
+        harness.run(launch)
 
 
 def test_seven_elements_are_constant_and_eight_are_device() -> None:

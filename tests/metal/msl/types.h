@@ -33,7 +33,7 @@ typedef __bf16 bfloat;
 #define FLT_MAX 3.402823466e+38f
 #define FLT_MIN 1.17549435e-38f
 #define FLT_EPSILON 1.19209290e-07f
-#define HALF_MAX 65504.0h
+#define HALF_MAX 65504.0f16
 #define INT_MAX 2147483647
 #define INT_MIN (-2147483647 - 1)
 #define UINT_MAX 4294967295u

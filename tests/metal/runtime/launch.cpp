@@ -18,10 +18,18 @@ static Mapping mappings[MAX_BUFFERS];
 // Where the buffer starts inside its pages: aligned as promised, and to nothing greater.
 static u64 start_of(const Buffer& buffer) { return buffer.alignment >= PAGE ? 0 : buffer.alignment; }
 
+// Without address space there is no run; the kernel is not to blame.
+static u8* map_or_fail(u64 size, int protection = READ_WRITE) {
+  u8* pages = map_pages(size, protection);
+  if (pages == (u8*)-1) fail({}, "the system grants no %lu bytes of address space for this launch", size);
+  return pages;
+}
+
 static void map_buffer(u32 i) {
   const Buffer& buffer = run.launch->buffers[i];
   u64 pages = (start_of(buffer) + buffer.size + PAGE - 1) / PAGE * PAGE;
-  mappings[i] = {map_pages(pages + 2 * GAP, NO_ACCESS), pages};
+  mappings[i] = {map_or_fail(pages + 2 * GAP, NO_ACCESS), pages};
+  if (failed()) return;
   mprotect(mappings[i].base + GAP, pages, READ_WRITE);
   u8* begin = mappings[i].base + GAP + start_of(buffer);
   if (buffer.kind == OUTPUT)
@@ -29,8 +37,8 @@ static void map_buffer(u32 i) {
   else
     memcpy(begin, buffer.data, buffer.size);
   bool input = buffer.kind == INPUT;
-  Shadow* shadow = input ? nullptr : (Shadow*)map_pages(buffer.size * sizeof(Shadow) + 1);
-  u32* read_by = (u32*)map_pages(buffer.size * sizeof(u32) + 1);
+  Shadow* shadow = input ? nullptr : (Shadow*)map_or_fail(buffer.size * sizeof(Shadow) + 1);
+  u32* read_by = (u32*)map_or_fail(buffer.size * sizeof(u32) + 1);
   run.arguments[i] = begin;
   run.regions[run.region_count++] = {begin,  begin + buffer.size, input ? READ_ONLY : DEVICE, buffer.kind == FILLED_OUTPUT, buffer.name,
                                      shadow, read_by,             nullptr};
@@ -189,12 +197,15 @@ extern "C" void msl_launch(const Kernel* kernel, const Launch* launch, Failure* 
   run.current = nullptr;
   run.region_count = run.last_region = 0;
   run.random = launch->seed * 2654435761u + 12345;
-  for (u32 i = 0; i < launch->buffer_count; i++) {
+  for (u32 i = 0; i < launch->buffer_count && !failed(); i++) {
     map_buffer(i);
     run.regions[i].traffic = &traffic[i];
   }
-  run_grid();
+  u32 mapped = run.region_count;
+  catch_faults();
+  if (!failed()) run_grid();
+  release_faults();
   forget_traffic();
-  for (u32 i = 0; i < launch->buffer_count; i++) unmap_buffer(i);
+  for (u32 i = 0; i < mapped; i++) unmap_buffer(i);
   *totals = run.totals;
 }

@@ -70,7 +70,7 @@ extern "C" void msl_threadgroup_barrier(Place at, int flags) {
 }
 
 static void check_exchange(Simdgroup& group, Place at, const char* what) {
-  if (group.arrived && !same_place(group.at, at))
+  if (group.arrived && !(same_place(group.at, at) && same_text(group.what, what)))
     fail(current_at(at), "simdgroup divergence: lanes %08x wait in %s at line %u, this lane comes to %s at line %u", group.arrived,
          group.what, group.at.line, what, at.line);
   if (group.returned)
