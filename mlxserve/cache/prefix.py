@@ -76,6 +76,14 @@ class _Path:
     matched: int = 0
 
 
+def first_needed(length: int, window: int | None) -> int:
+    """The first position whose keys must be there to resume after `length` tokens.
+
+    The last one always must, also for a window of 1: a page that is copied is copied from its beginning.
+    """
+    return 0 if window is None else max(0, length - max(window, 2) + 1)
+
+
 class PrefixTree:
     """Token-granular prefix reuse over page pools, for one thread.
 
@@ -165,7 +173,7 @@ class PrefixTree:
         shared: list[list[int]] = []
         copies: list[int | None] = []
         for spec, (table, _) in zip(self.groups, tables):
-            low = 0 if spec.window is None else max(0, length - spec.window + 1)
+            low = first_needed(length, spec.window)
             holes = min(low // self.page_size, whole)
             shared.append([HOLE] * holes + table[holes:whole])
             copies.append(table[whole] if rest and low < length else None)
@@ -198,18 +206,18 @@ class PrefixTree:
         while length != before:
             before = length
             for g in self._radix.windowed:
-                length = self._window_end(*tables[g], length, self.groups[g].window or 0)
+                length = self._window_end(*tables[g], length, self.groups[g].window)
             if self.state_pool is not None:
                 length = max(
                     (n.end for n in path.nodes if n.state is not None and n.end <= length), default=0
                 )
         return length
 
-    def _window_end(self, table: list[int], ends: dict[int, int], length: int, window: int) -> int:
-        """The greatest L <= length for which the pages of [L - window + 1, L) are all there."""
+    def _window_end(self, table: list[int], ends: dict[int, int], length: int, window: int | None) -> int:
+        """The greatest L <= length for which the pages of all that a window looks back at are there."""
         size = self.page_size
         page = (length - 1) // size
-        while length > 0 and page >= max(0, length - window + 1) // size:
+        while length > 0 and page >= first_needed(length, window) // size:
             valid = page * size if table[page] == HOLE else ends.get(page, (page + 1) * size)
             if valid < min(length, (page + 1) * size):
                 length = valid
@@ -250,7 +258,7 @@ class PrefixTree:
                 position += same
                 done += same
                 if position < node.end and done < len(new):
-                    node = self._radix.split(node, position)
+                    node = self._split(node, position, tables)
             elif new[done] in node.children:
                 node = node.children[new[done]]
             else:
@@ -258,11 +266,16 @@ class PrefixTree:
                 position, done = node.end, len(new)
         if state is not None:
             if node.parent is not None and position < node.end:
-                node = self._radix.split(node, position)
+                node = self._split(node, position, tables)
             self._radix.checkpoint(node, state)
         cursor.move(node, position)
         if self._radix.tokens > self.token_limit:
             self._shrink()
+
+    def _split(self, node: Node, position: int, tables: Sequence[list[int]]) -> Node:
+        upper = self._radix.split(node, position)
+        self._reconcile(upper, position, position, tables)  # a HOLE in its last page can be filled now
+        return upper
 
     def _reconcile(self, node: Node, low: int, high: int, tables: Sequence[list[int]]) -> None:
         """Tokens [low, high) of `node` were computed again: keep one page of each pair, fill HOLEs."""

@@ -105,8 +105,7 @@ class Radix:
         self.pools = tuple(pools)
         self.page_size = page_size
         self.state_pool = state_pool
-        # Groups in which a branch without its last page is of no use; a window of 1 looks at no page.
-        self.windowed = tuple(g for g, s in enumerate(groups) if s.window is not None and s.window > 1)
+        self.windowed = tuple(g for g, spec in enumerate(groups) if spec.window is not None)
         self.roots: dict[Hashable, Node] = {}
         self.owner: list[dict[int, Node]] = [{} for _ in groups]
         self.state_owner: dict[int, Node] = {}

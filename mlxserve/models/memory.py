@@ -16,7 +16,6 @@ from mlxserve.errors import DoesNotFit
 from mlxserve.models.files import TensorInfo
 from mlxserve.models.kvlayout import kv_layers
 
-SCALE_BYTES = 4  # a scale and a bias in 16 bits, one pair a group of quantised K/V values
 FLOAT_BITS = 16
 KV_GROUP_SIZE = EngineConfig().kv_group_size
 
@@ -116,12 +115,13 @@ def kv_bytes(
     """Bytes of K/V that `sequences` sequences of `context` tokens hold.
 
     kv_bits 16 stores numbers as the model computes them, `float_bytes` each (2, or 4 in float32); 8 and
-    4 add a scale and a bias for every `group_size` values. Layers with a window keep no more than it.
+    4 add such a number twice, as scale and bias, for every `group_size` values. Layers with a window keep
+    no more than it.
     """
     values = sum(layer.values * layer.tokens(context) for layer in kv_layers(config))
     if kv_bits == FLOAT_BITS:
         return sequences * values * float_bytes
-    return sequences * round(values * (kv_bits / 8 + SCALE_BYTES / group_size))
+    return sequences * round(values * (kv_bits / 8 + 2 * float_bytes / group_size))
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], **settings: Any) -> int:

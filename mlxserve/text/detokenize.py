@@ -10,7 +10,7 @@ one step of Python's incremental UTF-8 decoder, under 1 µs. Other tokenizers (W
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from tokenizers import Tokenizer as Backend
@@ -37,7 +37,7 @@ class ByteDetokenizer:
     """For tokens with bytes of their own. `hidden` ids show nothing, `strip_space` drops a leading space."""
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], hidden: Collection[int], *, strip_space: bool = False
+        self, token_bytes: Mapping[int, bytes], hidden: Collection[int], *, strip_space: bool = False
     ) -> None:
         self._bytes = token_bytes
         self._hidden = hidden
@@ -47,7 +47,7 @@ class ByteDetokenizer:
     def add(self, token_id: int) -> str:
         if token_id in self._hidden:
             return ""
-        text = self._decode(self._bytes(token_id))
+        text = self._decode(self._bytes[token_id])
         return self._stripped(text) if self._strip else text
 
     def finish(self) -> str:

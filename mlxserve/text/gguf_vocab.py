@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported
 from mlxserve.text.gguf_split import find_split
-from mlxserve.text.spm import PieceType, build_spm_backend
+from mlxserve.text.spm import META, PieceType, build_spm_backend
 from mlxserve.text.tokenizer import Tokenizer
 
 Metadata = Mapping[str, Any]
@@ -185,12 +185,16 @@ def _sentencepiece(
             raise ModelInvalid("The GGUF file's tokenizer has neither scores nor merges.")
         scores = [0.0] * len(tokens)
     charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    if prefix:
+        # A run of spaces may begin with the prefix, so it must be found behind the normaliser.
+        tokens = [META * len(token) if token and not token.strip(" ") else token for token in tokens]
     backend = build_spm_backend(
         tokens,
         scores,
         types,
         model=model,
-        add_dummy_prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        add_dummy_prefix=prefix,
         remove_extra_whitespaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
         charsmap=bytes(value % 256 for value in charsmap) if charsmap else None,
         merges=merges,

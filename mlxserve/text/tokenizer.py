@@ -21,6 +21,7 @@ from mlxserve.text.abilities import Abilities, probe
 from mlxserve.text.control import ControlText, Marks, Span, touches, unmark
 from mlxserve.text.detokenize import BackendDetokenizer, ByteDetokenizer, Detokenizer
 from mlxserve.text.eos import end_of_turn_tokens
+from mlxserve.text.formats import ReplyFormat, recognise, visible_markers
 from mlxserve.text.messages import suit
 from mlxserve.text.template import ChatTemplate
 from mlxserve.text.vocabulary import PlainEncoder, TokenBytes, repair_decoder, strips_first_space
@@ -29,9 +30,9 @@ from mlxserve.text.vocabulary import PlainEncoder, TokenBytes, repair_decoder, s
 class Tokenizer:
     """Encodes, decodes and renders chats. Safe to share between threads.
 
-    backend: the `tokenizers` library's object; its post-processor is not used, and a byte-level backend with
-    a decoder of another kind gets the right one.
-    bos_token_id: put before raw prompts if `add_bos`.
+    backend: the `tokenizers` library's object. It is changed: truncation and padding are switched off, and a
+    byte-level one with a decoder of another kind gets the right one.
+    bos_token_id: put before raw prompts if `add_bos`, whatever the backend's post-processor says.
     eos_token_ids: every id known to end a generation; the markers that the chat template ends turns
     with are added.
     chat_template: the Jinja source, or several under names (`default`, `tool_use`).
@@ -50,6 +51,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
         repair_decoder(backend)
+        backend.no_truncation()  # some files keep the settings of their training
+        backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
@@ -58,7 +61,7 @@ class Tokenizer:
         self._special_names = dict(special_tokens or {})
         self._added = backend.get_added_tokens_decoder()
         self.added_tokens: dict[str, int] = {token.content: i for i, token in sorted(self._added.items())}
-        self.token_bytes = TokenBytes(backend, {i: token.content for i, token in self._added.items()})
+        self._bytes = TokenBytes(backend, {i: token.content for i, token in self._added.items()})
 
     # What the vocabulary is.
 
@@ -91,23 +94,55 @@ class Tokenizer:
         return frozenset(found)
 
     @cached_property
+    def reply_format(self) -> ReplyFormat:
+        """How this model marks reasoning and tool calls."""
+        return recognise(self._compiled.values(), self.added_tokens)
+
+    @cached_property
     def hidden_in_replies(self) -> frozenset[int]:
-        """Ids that a reply's text does not show: special tokens and those that end a turn."""
-        return self.special_ids | self.eos_token_ids
+        """Ids that a reply's text does not show: those that end a turn, and special tokens.
+
+        Special tokens that mark reasoning or tool calls are not hidden; a `ReplyParser` takes them out.
+        """
+        markers = visible_markers(self.reply_format, self.added_tokens)
+        return (self.special_ids - markers) | self.eos_token_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, its leading space among them; none for an unknown id."""
+        return self._bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """One token as text, with its leading space; bytes that are no whole character as U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        """`token_bytes` as text; bytes that are no whole character as U+FFFD."""
+        return self._bytes[token_id].decode("utf-8", "replace")
 
     # Text to ids.
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A raw prompt's ids. Added tokens in the text count as such; BOS by the tokenizer's own setting.
+        """A raw prompt's ids. Added tokens in the text count as such.
 
-        A BOS that the text already begins with is not doubled.
+        With `add_special_tokens` the tokenizer's own setting decides what stands around them: BOS, or BERT's
+        [CLS] and [SEP]. A BOS that the text already begins with is not doubled. No id that ends a generation
+        is put behind a prompt.
         """
+        before, after = self._frame if add_special_tokens else ([], [])
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        return self._with_bos(ids) if add_special_tokens and ids[:1] != [self.bos_token_id] else ids
+        before = [] if before and ids[: len(before)] == before else before
+        return [*before, *ids, *(i for i in after if i not in self.eos_token_ids)]
+
+    def encode_for_embedding(self, text: str) -> list[int]:
+        """The ids whose hidden states are pooled; some models want their end token behind the text."""
+        before, after = self._frame
+        return [*before, *self.backend.encode(text, add_special_tokens=False).ids, *after]
+
+    @cached_property
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a raw text: what the post-processor adds, with BOS as `add_bos` says."""
+        bare = self.backend.encode("a", add_special_tokens=False).ids
+        framed = self.backend.encode("a", add_special_tokens=True).ids
+        added = len(framed) - len(bare)
+        start = next((i for i in range(added + 1) if framed[i : i + len(bare)] == bare), 0)
+        before = [i for i in framed[:start] if i != self.bos_token_id]
+        return self._with_bos(before), framed[start + len(bare) :]
 
     def encode_user(self, text: str) -> list[int]:
         """The ids of text that a person wrote: nothing in it becomes a control or other added token."""
@@ -132,16 +167,16 @@ class Tokenizer:
         return "".join([*map(stream.add, ids), stream.finish()])
 
     def detokenizer(self, *, hidden: Collection[int] | None = None, continues: bool = False) -> Detokenizer:
-        """A fresh stream. `hidden` ids show nothing: by default special tokens and those that end a turn.
+        """A fresh stream. `hidden` ids show nothing: by default those of `hidden_in_replies`.
 
         `continues`: the text goes on from a prompt, so that a leading space is part of it. Otherwise the
         space that SentencePiece puts before a text's first word is dropped.
         """
         if hidden is None:
             hidden = self.hidden_in_replies
-        if self.token_bytes.fixed:
+        if self._bytes.fixed:
             strip = self._strips_first_space and not continues
-            return ByteDetokenizer(self.token_bytes, hidden, strip_space=strip)
+            return ByteDetokenizer(self._bytes, hidden, strip_space=strip)
         return BackendDetokenizer(self.backend, hidden)
 
     @cached_property

@@ -68,24 +68,24 @@ def byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-class TokenBytes:
-    """The bytes each token stands for, remembered once asked for. Unknown ids stand for none.
+class TokenBytes(dict[int, bytes]):
+    """The bytes each token stands for, by id; looked up when first asked for. Unknown ids stand for none.
 
     `fixed` is False where a token's text depends on its neighbours, so that bytes are only an approximation.
     """
 
     def __init__(self, backend: Tokenizer, added: Mapping[int, str]) -> None:
+        super().__init__({i: content.encode("utf-8", "replace") for i, content in added.items()})
         self._backend = backend
-        self._known = {i: content.encode("utf-8", "replace") for i, content in added.items()}
         self._alphabet = byte_alphabet() if is_byte_level(backend) else {}
         steps = {step["type"] for step in flat(part(backend.decoder))}
         self.fixed = bool(self._alphabet) or bool(steps & {"ByteFallback", "Metaspace", "Fuse"})
 
-    def __call__(self, token_id: int) -> bytes:
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._look_up(token_id)
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        found = self._look_up(token_id)
+        if found:
+            self[token_id] = found
+        return found
 
     def _look_up(self, token_id: int) -> bytes:
         try:

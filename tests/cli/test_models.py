@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from mlxserve.models.aliases import HUB
 from mlxserve.models.backend import DependencyMissing
 from tests import tiny
 from tests.cli.conftest import Run
+from tests.conftest import ROOT
 from tests.models.fake_hub import FakeHub, serve, use
 
 GGUFS = {f"m-{quant}.gguf": b"GGUF" + bytes(2000) for quant in ("Q4_K_M", "Q8_0")}
@@ -77,6 +81,49 @@ def test_pull_list_show_and_remove(hub: FakeHub, tmp_path: Path, run: Run) -> No
     assert "org/" not in run("models", "list").out
 
 
+def test_a_fetch_that_is_killed_goes_on_in_the_next_run(hub: FakeHub, tmp_path: Path) -> None:
+    """Two processes with the environment a person would set; the first dies in mid-transfer."""
+    files = {**_tiny_files(tmp_path / "tiny"), "model.safetensors": _safetensors(6 << 20)}
+    hub.add("org/model", files)
+    hub.stall["model.safetensors"] = 4 << 20
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "mlxserve", "models", "pull", "org/model"]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    arrived = _wait_for_bytes(tmp_path / "cache", 2 << 20)
+    first.kill()
+    first.communicate()
+    hub.requests.clear()
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    [span] = hub.transfers("model.safetensors")
+    assert span.startswith("bytes=") and int(span[6:-1]) >= arrived
+    folder = Path(second.stdout.strip())
+    assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
+    assert second.stderr == "Downloading org/model …\n"
+
+
+def _safetensors(nbytes: int) -> bytes:
+    import numpy as np
+    from safetensors.numpy import save
+
+    return save({"a": np.random.default_rng(0).integers(0, 255, nbytes, np.uint8)})
+
+
+def _wait_for_bytes(cache: Path, nbytes: int) -> int:
+    """Wait until a half-arrived file has so many bytes on the disk; how many it has."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for path in cache.rglob("*.incomplete"):
+            if path.stat().st_size >= nbytes:
+                return path.stat().st_size
+        time.sleep(0.02)
+    raise AssertionError("nothing arrived")
+
+
 def test_an_alias_is_pulled_listed_and_removed_by_its_name(
     hub: FakeHub, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +174,7 @@ def test_show_works_memory_out(smollm2: Path, run: Run) -> None:
     assert facts["memory"]["weight_bytes"] == 4 * facts["parameters"]
     assert facts["machine"]["fits"] is True
     packed = run("models", "show", "smollm2", "--context", "1000", "--kv-bits", "8", "--json").json()
-    assert packed["memory"]["kv_bytes"] == 1000 * 30 * 2 * 3 * 64 * 9 // 8
+    assert packed["memory"]["kv_bytes"] == 1000 * 30 * 2 * 3 * 64 * (32 + 8) // 32
     card = run("models", "show", "smollm2", "--context", "1000").out
     for words in ("135M", "1,000 tokens", "it fits", "8,192 tokens", str(smollm2)):
         assert words in card

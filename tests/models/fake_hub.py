@@ -35,6 +35,7 @@ class FakeHub:
     repos: dict[str, Repo] = field(default_factory=dict)
     # file -> after how many bytes each of the next transfers of it breaks off
     break_off: dict[str, list[int]] = field(default_factory=dict)
+    stall: dict[str, int] = field(default_factory=dict)  # file -> after how many bytes it waits, once
     status: int = 0  # answer everything with this status
     ignore_ranges: bool = False
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, range)
@@ -108,22 +109,34 @@ class _Handler(BaseHTTPRequestHandler):
             start, end = int(span[1]), min(int(span[2] or len(content)) + 1, len(content))
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
             return self._send(206, content[start:end], headers, self._limit(name))
+        if body and name in self.hub.stall:
+            return self._stall(content, headers, self.hub.stall.pop(name))
         return self._send(200, content, headers, self._limit(name) if body else None)
+
+    def _stall(self, content: bytes, headers: dict[str, str], nbytes: int) -> None:
+        """Send a part, then nothing until the other side has gone."""
+        self._head(200, headers, len(content))
+        self.wfile.write(content[:nbytes])
+        self.wfile.flush()
+        self.rfile.read(1)
+        self.close_connection = True
 
     def _limit(self, name: str) -> int | None:
         limits = self.hub.break_off.get(name)
         return limits.pop(0) if limits else None
 
     def _send(self, status: int, content: bytes, headers: dict[str, str], limit: int | None = None) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self._head(status, headers, len(content))
         if self.command == "GET":
             self.wfile.write(content if limit is None else content[:limit])
         if limit is not None:
             self.close_connection = True
+
+    def _head(self, status: int, headers: dict[str, str], length: int) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(length)}.items():
+            self.send_header(key, value)
+        self.end_headers()
 
 
 def _etag(content: bytes) -> str:

@@ -11,7 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlxserve  # noqa: F401  (puts OpenBLAS before MLX)
-from mlxserve.config import LoadConfig
+from mlxserve.config import EngineConfig, LoadConfig
+from mlxserve.engine.memory import measure
 from mlxserve.errors import DoesNotFit, ModelInvalid
 from mlxserve.models.definitions import find_definition, import_definition
 from mlxserve.models.describe import describe_files
@@ -166,6 +167,17 @@ def test_published_shapes(data: Path) -> None:
     for name, values in by_hand.items():
         config = json.loads((data / "configs" / f"{name}.json").read_text())
         assert kv_bytes_per_token(config) == 2 * values, name
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv_bits", [16, 8, 4])
+def test_kv_bytes_are_what_the_pages_hold(kind: str, kv_bits: int) -> None:
+    """Against the engine's own pages of one token's K/V."""
+    settings = tiny.config(kind, head_dim=32)
+    config = EngineConfig(kv_bits=kv_bits)
+    sizes = measure(tiny.build(kind, head_dim=32), "rows", config)
+    assert sizes.kept_whole == 0
+    assert kv_bytes(settings, 1, kv_bits=kv_bits, float_bytes=4) * config.page_size == sum(sizes.page_bytes)
 
 
 def test_quantised_kv_counts_its_scales() -> None:

