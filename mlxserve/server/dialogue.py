@@ -1,0 +1,41 @@
+"""Placeholder
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    index: int
+    text: str
+
+
+Event = Text | Thought | CallStart | CallArguments
+
+
+class ReplyParser(Protocol):
+    thinking: bool
+
+    def feed(self, text: str) -> Sequence[Event]: ...
+    def finish(self) -> Sequence[Event]: ...
