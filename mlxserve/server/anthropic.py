@@ -36,7 +36,7 @@ from mlxserve.server.anthropic_types import (
 )
 from mlxserve.server.answer import Call, Service, answer, client_of, json_response, read_json, service_of
 from mlxserve.server.constraints import Tools
-from mlxserve.server.dialogue import CallArguments, CallStart, Dialogue, Event, Prompt, Text, Thought
+from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, Prompt, Text, Reasoning
 from mlxserve.server.faults import anthropic_error
 from mlxserve.server.fields import given
 from mlxserve.server.generation import Block, Kind, Reply, Run, Usage, gather
@@ -241,15 +241,15 @@ class _BlockStream:
         match event:
             case Text(text):
                 yield from self._text(text)
-            case Thought(text) if self._renderer._thinks:
+            case Reasoning(text) if self._renderer._thinks:
                 yield from self._think(text)
-            case Thought():
+            case Reasoning():
                 self._blank = ""
-            case CallStart(id=id_, name=name):
+            case ToolStart(id=id_, name=name):
                 yield from self._begin(
                     Kind.CALL, {"type": "tool_use", "id": id_, "name": name, "input": {}}
                 )
-            case CallArguments(text=text):
+            case ToolArguments(delta=text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _text(self, text: str) -> Iterator[bytes]:

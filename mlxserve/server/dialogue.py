@@ -14,24 +14,24 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class Reasoning:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStart:
+class ToolStart:
     index: int
     id: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolArguments:
     index: int
     text: str
 
 
-Event = Text | Thought | CallStart | CallArguments
+Event = Text | Reasoning | ToolStart | ToolArguments
 
 
 class ReplyParser(Protocol):

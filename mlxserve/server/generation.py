@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mlxserve.errors import EngineFailed
 from mlxserve.request import Delta, FinishReason, Request, TokenLogprob
-from mlxserve.server.dialogue import CallArguments, CallStart, Dialogue, Event, ReplyParser, Text, Thought
+from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, ReplyParser, Text, Reasoning
 from mlxserve.server.ports import AsyncEngine
 
 
@@ -105,11 +105,11 @@ class Reply:
         match event:
             case Text(text):
                 self._block(Kind.TEXT).text += text
-            case Thought(text):
+            case Reasoning(text):
                 self._block(Kind.THOUGHT).text += text
-            case CallStart(id=id_, name=name):
+            case ToolStart(id=id_, name=name):
                 self.blocks.append(Block(Kind.CALL, id=id_, name=name))
-            case CallArguments(index=index, text=text):
+            case ToolArguments(index=index, delta=text):
                 self.calls[index].text += text
 
     def _block(self, kind: Kind) -> Block:
@@ -149,26 +149,30 @@ class Run:
         self._report()
 
     async def _one(self, choice: int) -> AsyncGenerator[Step, None]:
-        parser, request = self.parsers[choice], self.requests[choice]
+        parser = self.parsers[choice]
         calls = 0
         last = self.started
-        async with aclosing(self.engine.generate(request)) as deltas:
+        async with aclosing(self.engine.generate(self.requests[choice])) as deltas:
             async for delta in deltas:
                 last = self._clock(last, delta)
-                was_thinking = parser.thinking
-                events = list(parser.feed(delta.text))
-                if delta.finish_reason is not None:
-                    events += parser.finish()
-                self._count(delta, was_thinking or parser.thinking)
-                calls_before, calls = calls, calls + sum(isinstance(e, CallStart) for e in events)
-                if not self.parallel_calls and calls > 1:
-                    kept = _before_call(events, 1 - calls_before)
-                    yield Step(choice, kept, delta, FinishReason.TOOL_CALLS)
+                events = self._read(parser, delta)
+                cut = None if self.parallel_calls else _first_call_end(events)
+                if cut is not None:
+                    yield Step(choice, tuple(events[: cut + 1]), delta, FinishReason.TOOL_CALLS)
                     return
+                calls += sum(isinstance(event, ToolStart) for event in events)
                 yield Step(choice, tuple(events), delta, _finish(delta.finish_reason, calls))
                 if delta.finish_reason is not None:
                     return
         raise EngineFailed("The engine ended an answer without saying why.")
+
+    def _read(self, parser: ReplyParser, delta: Delta) -> list[Event]:
+        was_thinking = parser.thinking
+        events = list(parser.feed(delta.text))
+        if delta.finish_reason is not None:
+            events += parser.finish()
+        self._count(delta, was_thinking or parser.thinking)
+        return events
 
     async def _all(self) -> AsyncGenerator[Step, None]:
         """All choices at once; each waits until its step is taken, so none runs ahead unread."""
@@ -238,7 +242,6 @@ def _finish(reason: FinishReason | None, calls: int) -> FinishReason | None:
     return FinishReason.TOOL_CALLS if reason is FinishReason.STOP and calls else reason
 
 
-def _before_call(events: list[Event], number: int) -> tuple[Event, ...]:
-    """The events that stand before call start `number` (0 for the first) of this list."""
-    starts = [i for i, event in enumerate(events) if isinstance(event, CallStart)]
-    return tuple(events[: starts[number]])
+def _first_call_end(events: Sequence[Event]) -> int | None:
+    """Where the first call of these events is complete."""
+    return next((i for i, event in enumerate(events) if isinstance(event, ToolEnd)), None)

@@ -24,7 +24,7 @@ from mlxserve.errors import MlxServeError, Unsupported
 from mlxserve.request import SEED_LIMIT, FinishReason, Priority, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, Service, answer, client_of, failure_event, read_json, service_of
 from mlxserve.server.constraints import Tools, choose_tools, from_format, from_outputs
-from mlxserve.server.dialogue import CallArguments, CallStart, Dialogue, Event, Text, Thought
+from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, Text, Reasoning
 from mlxserve.server.faults import openai_error
 from mlxserve.server.fields import given, require
 from mlxserve.server.generation import Reply, Run, Step, Usage, gather
@@ -254,12 +254,12 @@ def delta_object(event: Event) -> dict[str, Any]:
     match event:
         case Text(text):
             return {"content": text}
-        case Thought(text):
+        case Reasoning(text):
             return {"reasoning_content": text}
-        case CallStart(index=index, id=id_, name=name):
+        case ToolStart(index=index, id=id_, name=name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
-        case CallArguments(index=index, text=text):
+        case ToolArguments(index=index, delta=text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
