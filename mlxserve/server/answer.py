@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxServeError
+from mlxserve.server.awake import Awake
 from mlxserve.server.faults import ErrorObject, ShuttingDown
 from mlxserve.server.fields import B, read
 from mlxserve.server.generation import Run
@@ -24,7 +25,6 @@ from mlxserve.server.metrics import Metrics
 from mlxserve.server.models import Loaded, ModelRegistry
 from mlxserve.server.security import read_body
 from mlxserve.server.sse import FrameStream, StreamLimits, unless_gone
-from mlxserve.server.awake import Awake
 
 
 @dataclass(slots=True, eq=False)

@@ -22,27 +22,34 @@ from starlette.responses import Response
 
 from mlxserve.errors import MlxServeError, Unsupported
 from mlxserve.request import FinishReason, SamplingParams
+from mlxserve.server.answer import Call, Service, answer, client_of, json_response, read_json, service_of
 from mlxserve.server.anthropic_messages import conversation, offered_tools
 from mlxserve.server.anthropic_types import (
-    AnyChoice,
-    AutoChoice,
     Conversation,
     CountBody,
     MessageBody,
-    OneChoice,
     ThinkingAdaptive,
     ThinkingBetween,
     ThinkingEnabled,
 )
-from mlxserve.server.answer import Call, Service, answer, client_of, json_response, read_json, service_of
 from mlxserve.server.constraints import Tools
-from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, Prompt, Text, Reasoning
+from mlxserve.server.dialogue import (
+    Dialogue,
+    Event,
+    Prompt,
+    Reasoning,
+    Text,
+    ToolArguments,
+    ToolEnd,
+    ToolStart,
+)
 from mlxserve.server.faults import anthropic_error
 from mlxserve.server.fields import given
 from mlxserve.server.generation import Block, Kind, Reply, Run, Usage, gather
 from mlxserve.server.models import Loaded
 from mlxserve.server.planning import Wish, make_run
 from mlxserve.server.sse import event_frame, unless_gone
+from mlxserve.text.messages import arguments_object
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -124,7 +131,8 @@ def message_params(body: MessageBody, tools: Tools) -> SamplingParams:
     thinking = body.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= body.max_tokens:
         raise Unsupported(
-            f"thinking.budget_tokens ({thinking.budget_tokens}) must be less than max_tokens ({body.max_tokens}).",
+            f"thinking.budget_tokens ({thinking.budget_tokens}) must be less than max_tokens "
+            f"({body.max_tokens}).",
             param="thinking.budget_tokens",
         )
     return SamplingParams(
@@ -175,7 +183,12 @@ class MessageRenderer:
             case Kind.THOUGHT:
                 return thinking_block(self._shown(block.text), block.text) if self._thinks else None
             case Kind.CALL:
-                return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments(block.text)}
+                return {
+                    "type": "tool_use",
+                    "id": block.id,
+                    "name": block.name,
+                    "input": arguments_object(block.text),
+                }
 
     @property
     def _thinks(self) -> bool:
@@ -246,11 +259,11 @@ class _BlockStream:
             case Reasoning():
                 self._blank = ""
             case ToolStart(id=id_, name=name):
-                yield from self._begin(
-                    Kind.CALL, {"type": "tool_use", "id": id_, "name": name, "input": {}}
-                )
+                yield from self._begin(Kind.CALL, {"type": "tool_use", "id": id_, "name": name, "input": {}})
             case ToolArguments(delta=text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case ToolEnd():
+                yield from self.close()
 
     def _text(self, text: str) -> Iterator[bytes]:
         if self._open is not Kind.TEXT:
@@ -296,13 +309,6 @@ def thinking_block(shown: str, thought: str) -> dict[str, Any]:
 def signature(thought: str) -> str:
     """Clients send a signature back with the block; ours is the text's digest, and nobody checks it."""
     return hashlib.sha256(thought.encode()).hexdigest()
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """A tool's input as the object that the API wants."""
-    from mlxserve.text.messages import arguments_object
-
-    return arguments_object(text)
 
 
 def stop_object(finish: FinishReason, stopped_by: str | None) -> dict[str, Any]:

@@ -77,7 +77,9 @@ def _assistant(blocks: list[Any], where: str) -> Message:
             case RedactedBlock():
                 pass  # encrypted elsewhere: nothing to read
             case ToolUseBlock(id=id_, name=name, input=arguments):
-                calls.append({"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}})
+                calls.append(
+                    {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+                )
             case _:
                 texts.append(_block_text(block, f"{where}.content[{i}]"))
     made: Message = {"role": "assistant", "content": "".join(texts)}
@@ -103,7 +105,9 @@ def _block_text(block: Any, where: str) -> str:
             heading = "\n".join(filter(None, (block.title, block.context)))
             return f"{heading}\n\n{source.data}" if heading else source.data
         case DocumentBlock(source=source):
-            raise Unsupported(f"{where}.source: this model reads text only, not '{source.type}'.", param=where)
+            raise Unsupported(
+                f"{where}.source: this model reads text only, not '{source.type}'.", param=where
+            )
         case ImageBlock():
             raise Unsupported(f"{where}: this model reads text only, not images.", param=where)
         case _:

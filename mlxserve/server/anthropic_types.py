@@ -175,7 +175,7 @@ class CountBody(Conversation):
     pass
 
 
-class MessageBody(Conversation):
+class MessageBody(Conversation, kw_only=True):
     max_tokens: Count
     stream: bool | None = None
     stop_sequences: list[StopString] | None = None

@@ -61,7 +61,9 @@ def from_outputs(chosen: wire.StructuredOutputs | None) -> dict[str, Any]:
             param="structured_outputs",
         )
     if chosen.choice is not None and not all(chosen.choice or [""]):
-        raise UsageError("structured_outputs.choice must be non-empty strings.", param="structured_outputs.choice")
+        raise UsageError(
+            "structured_outputs.choice must be non-empty strings.", param="structured_outputs.choice"
+        )
     return given
 
 
@@ -124,5 +126,7 @@ def _subset(offered: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[di
     known = {tool["function"]["name"]: tool for tool in offered}
     for name in names:
         if name not in known:
-            raise UsageError(f"tool_choice names '{name}', which is not among the tools.", param="tool_choice")
+            raise UsageError(
+                f"tool_choice names '{name}', which is not among the tools.", param="tool_choice"
+            )
     return tuple(known[name] for name in names)

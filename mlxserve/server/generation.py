@@ -18,7 +18,16 @@ from typing import Protocol
 
 from mlxserve.errors import EngineFailed
 from mlxserve.request import Delta, FinishReason, Request, TokenLogprob
-from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, ReplyParser, Text, Reasoning
+from mlxserve.server.dialogue import (
+    Dialogue,
+    Event,
+    Reasoning,
+    ReplyParser,
+    Text,
+    ToolArguments,
+    ToolEnd,
+    ToolStart,
+)
 from mlxserve.server.ports import AsyncEngine
 
 

@@ -25,12 +25,17 @@ class Metrics:
     def __init__(self, models: ModelRegistry) -> None:
         self.registry = CollectorRegistry()
         self._requests = Counter(
-            "mlxserve_requests", "HTTP requests by route and status.", ["route", "status"], registry=self.registry
+            "mlxserve_requests",
+            "HTTP requests by route and status.",
+            ["route", "status"],
+            registry=self.registry,
         )
         self._seconds = Histogram(
             "mlxserve_request_seconds", "Whole requests.", ["route"], buckets=_WHOLE, registry=self.registry
         )
-        self._errors = Counter("mlxserve_errors", "Errors shown to callers.", ["code"], registry=self.registry)
+        self._errors = Counter(
+            "mlxserve_errors", "Errors shown to callers.", ["code"], registry=self.registry
+        )
         self._first = Histogram(
             "mlxserve_time_to_first_token_seconds",
             "From the request to its first token.",
@@ -45,7 +50,9 @@ class Metrics:
             buckets=_GAP,
             registry=self.registry,
         )
-        self._tokens = Counter("mlxserve_tokens", "Tokens by kind.", ["model", "kind"], registry=self.registry)
+        self._tokens = Counter(
+            "mlxserve_tokens", "Tokens by kind.", ["model", "kind"], registry=self.registry
+        )
         self.registry.register(_Engines(models))
 
     def request(self, route: str, status: int, seconds: float) -> None:
@@ -56,9 +63,7 @@ class Metrics:
         self._errors.labels(code).inc()
 
     def observer(self, model: str) -> ModelObserver:
-        return ModelObserver(
-            self._first.labels(model), self._gap.labels(model), self._tokens, model
-        )
+        return ModelObserver(self._first.labels(model), self._gap.labels(model), self._tokens, model)
 
     def render(self) -> bytes:
         """The text exposition format."""
@@ -98,8 +103,12 @@ class _Engines(Collector):
                 )
                 family.add_metric([entry.card.name], float(value))
         yield from families.values()
-        loaded = GaugeMetricFamily("mlxserve_loaded_models", "Models in memory.", value=len(self._models.loaded))
-        used = GaugeMetricFamily("mlxserve_models_bytes", "Memory of loaded models.", value=self._models.used_bytes)
+        loaded = GaugeMetricFamily(
+            "mlxserve_loaded_models", "Models in memory.", value=len(self._models.loaded)
+        )
+        used = GaugeMetricFamily(
+            "mlxserve_models_bytes", "Memory of loaded models.", value=self._models.used_bytes
+        )
         budget = GaugeMetricFamily(
             "mlxserve_models_budget_bytes", "Memory that models may take.", value=self._models.budget_bytes
         )

@@ -16,7 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from mlxserve.errors import Busy, DoesNotFit, MlxServeError
+from mlxserve.errors import Busy, DoesNotFit, MlxServeError, UsageError
+from mlxserve.server.dialogue import Dialogue
 from mlxserve.server.ports import AsyncEngine, Loader, ModelCard
 
 log = logging.getLogger("mlxserve.server")
@@ -28,6 +29,7 @@ class Loaded:
 
     card: ModelCard
     engine: AsyncEngine
+    dialogue: Dialogue
     pinned: bool
     keep_alive_s: float
     loaded_at: float
@@ -88,6 +90,18 @@ class ModelRegistry:
     def healthy(self) -> bool:
         return all(entry.engine.healthy for entry in self._loaded.values())
 
+    @property
+    def first(self) -> str:
+        """The model that answers where the caller names none: the server's first, else any loaded one.
+
+        Raises UsageError where there is none.
+        """
+        if self.default is not None:
+            return self.default
+        for name in self._loaded:
+            return name
+        raise UsageError("'model' is required: none is loaded.", param="model", code="missing_field")
+
     async def catalogue(self) -> list[ModelCard]:
         """Loaded models first, then those that could be loaded."""
         known = {entry.card.name: entry.card for entry in self._loaded.values()}
@@ -144,6 +158,17 @@ class ModelRegistry:
         self.default = self.default or entry.card.name
         return entry
 
+    def idle_s(self, entry: Loaded) -> float:
+        """Seconds that an idle model has left; in use, what it will have then."""
+        return entry.keep_alive_s if entry.users else entry.expires_in_s(self._now())
+
+    async def remove(self, name: str) -> None:
+        """Deletes a downloaded model. Raises ModelNotFound, and Busy while it is answering."""
+        entry = self._entry(name)
+        if entry is not None and not await self._unload_if_idle(entry):
+            raise Busy(f"{name} is in use.", retry_after_s=10.0)
+        await asyncio.to_thread(self.loader.remove, name)
+
     async def unload(self, name: str) -> bool:
         """Unloads an idle model now; False where it is in use or not loaded."""
         entry = self._entry(name)
@@ -174,7 +199,16 @@ class ModelRegistry:
         await self._make_room(card)
         engine = await self.loader.load(card)
         now = self._now()
-        entry = Loaded(card, engine, False, self._keep_alive_s, now, now, load_s=now - started)
+        entry = Loaded(
+            card,
+            engine,
+            Dialogue(engine.tokenizer),
+            False,
+            self._keep_alive_s,
+            now,
+            now,
+            load_s=now - started,
+        )
         self._loaded[card.name] = entry
         if self._closed:
             await self._drop(entry)

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,15 +25,17 @@ from mlxserve.errors import MlxServeError, Unsupported, UsageError
 from mlxserve.request import SEED_LIMIT, FinishReason, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, answer, client_of, json_response, read_json, service_of
 from mlxserve.server.constraints import Tools
-from mlxserve.server.dialogue import Dialogue, PlainParser, Prompt, Reasoning, Text, ToolArguments, ToolStart
+from mlxserve.server.dialogue import Dialogue, PlainParser, Prompt, Reasoning, Text, ToolEnd
 from mlxserve.server.faults import ollama_error
 from mlxserve.server.fields import convert, given, require
 from mlxserve.server.generation import Block, Reply, Run, Step, gather
 from mlxserve.server.models import Loaded
-from mlxserve.server.ollama_types import ChatRequest, Generating, GenerateRequest, OllamaMessage, Options
+from mlxserve.server.ollama_types import ChatRequest, GenerateRequest, Generating, OllamaMessage, Options
 from mlxserve.server.openai_chat import stop_strings
+from mlxserve.server.openai_completions import fill_ends
 from mlxserve.server.planning import Wish, make_run
 from mlxserve.server.sse import line_frame, unless_gone
+from mlxserve.text.messages import arguments_object
 
 NDJSON = "application/x-ndjson"
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -110,8 +112,9 @@ async def generate(request: HttpRequest) -> Response:
     async def plan(entry: Loaded) -> Run:
         prompt, templated = await _generate_prompt(entry, body)
         dialogue = entry.dialogue
+        ends = fill_ends(dialogue) if body.suffix else ()
         wish = Wish(
-            params,
+            replace(params, stop_token_ids=ends),
             (lambda: dialogue.parser(prompt, Tools())) if templated else PlainParser,
             client=client_of(request),
             limit=context_limit(options, entry),
@@ -206,7 +209,8 @@ def context_limit(options: Options, entry: Loaded) -> int | None:
     wanted, context = options.num_ctx, entry.engine.context
     if wanted is not None and wanted > context:
         raise UsageError(
-            f"options.num_ctx is {wanted}; {entry.card.name} was loaded with {context}.", param="options.num_ctx"
+            f"options.num_ctx is {wanted}; {entry.card.name} was loaded with {context}.",
+            param="options.num_ctx",
         )
     return wanted
 
@@ -309,18 +313,26 @@ class OllamaRenderer:
 
     async def frames(self, run: Run) -> AsyncGenerator[bytes, None]:
         reply = Reply()
-        sent_calls = 0
+        sent: set[int] = set()
         async with aclosing(run.steps()) as steps:
             async for step in steps:
                 reply.add(step)
                 if line := self._line(step, run):
                     yield line
-        for call in reply.calls[sent_calls:]:
-            yield line_frame({**self._head(), **self._body("", "", [_call_object(call)]), "done": False})
+                for event in step.events:
+                    if isinstance(event, ToolEnd):
+                        sent.add(event.index)
+                        yield self._call_line(reply.calls[event.index])
+        for index, call in enumerate(reply.calls):
+            if index not in sent:  # cut off by the length limit
+                yield self._call_line(call)
         yield line_frame({**self._head(), **self._body("", ""), **self._end(reply, run)})
 
+    def _call_line(self, call: Block) -> bytes:
+        return line_frame({**self._head(), **self._body("", "", [_call_object(call)]), "done": False})
+
     def _line(self, step: Step, run: Run) -> bytes | None:
-        """The text of one step. Calls come whole, after it: Ollama has no pieces of arguments."""
+        """The text of one step. Calls come whole, on lines of their own: there are no pieces of arguments."""
         text = "".join(event.text for event in step.events if isinstance(event, Text))
         thought = "".join(event.text for event in step.events if isinstance(event, Reasoning))
         if self.body.think is False:
@@ -338,8 +350,6 @@ class OllamaRenderer:
 
 
 def _call_object(call: Block) -> dict[str, Any]:
-    from mlxserve.text.messages import arguments_object
-
     return {"id": call.id, "function": {"name": call.name, "arguments": arguments_object(call.text)}}
 
 

@@ -25,24 +25,13 @@ from mlxserve.server.fields import (
 )
 
 # How llama.cpp places a model on a machine. MLX has one memory and one device; answers do not depend on it.
-PLACEMENT = {
-    name: "How another engine places a model; answers do not depend on it."
-    for name in (
-        "numa",
-        "num_batch",
-        "num_gpu",
-        "main_gpu",
-        "low_vram",
-        "f16_kv",
-        "logits_all",
-        "vocab_only",
-        "use_mmap",
-        "use_mlock",
-        "embedding_only",
-        "num_thread",
-        "num_keep",
-    )
-}
+_PLACEMENT_OPTIONS = (
+    "numa num_batch num_gpu main_gpu low_vram f16_kv logits_all vocab_only use_mmap use_mlock embedding_only "
+    "num_thread num_keep"
+)
+PLACEMENT = dict.fromkeys(
+    _PLACEMENT_OPTIONS.split(), "How another engine places a model; answers do not depend on it."
+)
 
 
 class Options(Body):
@@ -122,7 +111,10 @@ class Generating(Body):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
-    HARMLESS = {"truncate": "A prompt that is too long is refused.", "shift": "A full context ends the answer."}
+    HARMLESS = {
+        "truncate": "A prompt that is too long is refused.",
+        "shift": "A full context ends the answer.",
+    }
 
 
 class ChatRequest(Generating):
@@ -172,7 +164,11 @@ class NamedModel(Body):
     name: Name | None = None
     verbose: bool | None = None
 
-    HARMLESS = {"system": "Shown, not stored.", "template": "Shown, not stored.", "options": "Shown, not stored."}
+    HARMLESS = {
+        "system": "Shown, not stored.",
+        "template": "Shown, not stored.",
+        "options": "Shown, not stored.",
+    }
 
 
 class PullRequest(Body):

@@ -24,7 +24,7 @@ from mlxserve.errors import MlxServeError, Unsupported
 from mlxserve.request import SEED_LIMIT, FinishReason, Priority, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, Service, answer, client_of, failure_event, read_json, service_of
 from mlxserve.server.constraints import Tools, choose_tools, from_format, from_outputs
-from mlxserve.server.dialogue import ToolArguments, ToolStart, Dialogue, Event, Text, Reasoning
+from mlxserve.server.dialogue import Dialogue, Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from mlxserve.server.faults import openai_error
 from mlxserve.server.fields import given, require
 from mlxserve.server.generation import Reply, Run, Step, Usage, gather
@@ -88,9 +88,7 @@ def template_variables(body: ChatBody, dialogue: Dialogue) -> dict[str, Any]:
 def chat_params(body: ChatBody, tools: Tools) -> SamplingParams:
     """SamplingParams of a chat body. Raises UsageError that names a field."""
     wanted = bool(body.logprobs)
-    require(
-        wanted or not body.top_logprobs, "top_logprobs needs logprobs: true.", "top_logprobs"
-    )
+    require(wanted or not body.top_logprobs, "top_logprobs needs logprobs: true.", "top_logprobs")
     require(
         body.max_tokens is None or body.max_completion_tokens in (None, body.max_tokens),
         "max_tokens and max_completion_tokens are the same limit; send one of them.",
@@ -203,8 +201,9 @@ class ChatRenderer:
 
     def _step(self, step: Step, held: list[TokenLogprob], run: Run) -> list[bytes]:
         frames = [
-            self._chunk(step.choice, delta_object(event), logprobs=self._take(held, run))
+            self._chunk(step.choice, delta, logprobs=self._take(held, run))
             for event in step.events
+            if (delta := delta_object(event)) is not None
         ]
         if step.finish is not None:
             frames.append(self._chunk(step.choice, {}, step.finish, logprobs=self._take(held, run)))
@@ -249,8 +248,8 @@ class ChatRenderer:
         return COMMENT
 
 
-def delta_object(event: Event) -> dict[str, Any]:
-    """One event as the `delta` of a chunk."""
+def delta_object(event: Event) -> dict[str, Any] | None:
+    """One event as the `delta` of a chunk; None where the API has no word for it."""
     match event:
         case Text(text):
             return {"content": text}
@@ -261,6 +260,8 @@ def delta_object(event: Event) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "id": id_, "type": "function", "function": function}]}
         case ToolArguments(index=index, delta=text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case ToolEnd():
+            return None
 
 
 def logprob_object(entry: TokenLogprob, dialogue: Dialogue) -> dict[str, Any]:

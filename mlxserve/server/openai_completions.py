@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -56,10 +56,17 @@ async def completions(request: HttpRequest) -> Response:
         ids = [await _ids(entry, prompt, body.suffix) for prompt in prompts]
         if body.echo:
             renderer.echoes = [p if isinstance(p, str) else entry.dialogue.decode(p) for p in prompts]
-        wish = Wish(params, PlainParser, choices=body.n or 1, client=client)
+        ends = fill_ends(entry.dialogue) if body.suffix else ()
+        held = replace(params, stop_token_ids=[*params.stop_token_ids, *ends])
+        wish = Wish(held, PlainParser, choices=body.n or 1, client=client)
         return make_run(service, entry, ids, wish)
 
     return await answer(request, Call(body.model, plan, renderer, bool(body.stream)))
+
+
+def fill_ends(dialogue: Dialogue) -> tuple[int, ...]:
+    """Tokens that end a filled middle, beside the end of the text."""
+    return dialogue.filling.ends if dialogue.filling else ()
 
 
 def split_prompts(given_prompt: str | list[Any], param: str) -> list[Prompt]:
@@ -79,7 +86,9 @@ def split_prompts(given_prompt: str | list[Any], param: str) -> list[Prompt]:
 
 def _check(body: CompletionBody) -> None:
     require(body.best_of in (None, body.n or 1), "best_of must equal n: every choice is returned.", "best_of")
-    require(not (body.echo and body.logprobs is not None), "echo gives no logprobs of the prompt.", "logprobs")
+    require(
+        not (body.echo and body.logprobs is not None), "echo gives no logprobs of the prompt.", "logprobs"
+    )
     require(not (body.echo and body.suffix), "echo and suffix cannot hold at once.", "echo")
     stream = bool(body.stream)
     require(stream or body.stream_options is None, "stream_options needs stream: true.", "stream_options")
@@ -91,7 +100,9 @@ async def _ids(entry: Loaded, prompt: Prompt, suffix: str | None) -> list[int]:
             return await entry.dialogue.fill(prompt, suffix)
         ids = await entry.dialogue.encode(prompt)
         if not ids:
-            raise UsageError("prompt is empty, and this tokenizer has no token to begin with.", param="prompt")
+            raise UsageError(
+                "prompt is empty, and this tokenizer has no token to begin with.", param="prompt"
+            )
         return ids
     if suffix:
         raise UsageError("suffix needs a prompt that is text.", param="suffix")

@@ -193,7 +193,7 @@ class Sampled(Body):
     structured_outputs: StructuredOutputs | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(Sampled, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -223,7 +223,7 @@ class ChatBody(Sampled):
     NEUTRAL = {"modalities": (["text"],), "store": (False,), "verbosity": ("medium",)}
 
 
-class CompletionBody(Sampled):
+class CompletionBody(Sampled, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     suffix: str | None = None
     echo: bool | None = None

@@ -54,9 +54,7 @@ def make_run(service: Service, entry: Loaded, prompts: Sequence[Sequence[int]], 
     )
 
 
-def _params(
-    entry: Loaded, prompt: Sequence[int], wish: Wish, choice: int, context: int
-) -> SamplingParams:
+def _params(entry: Loaded, prompt: Sequence[int], wish: Wish, choice: int, context: int) -> SamplingParams:
     room = room_for_answer(len(prompt), context, entry.card.name)
     wanted = wish.params.max_tokens
     seed = wish.params.seed

@@ -5,7 +5,7 @@ Knows: names and signatures. Does not know who implements them; `cli/serve.py` p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ class AsyncEngine(Protocol):
     tokenizer: Tokenizer
     generation_defaults: Mapping[str, Any]
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Deltas of one request; closing the iterator cancels it.
 
         Raises PromptTooLong, Busy and UsageError before the first delta, EngineFailed at any time.
@@ -99,7 +99,7 @@ class Loader(Protocol):
         """A new engine. Raises ModelErrors and DoesNotFit."""
         ...
 
-    def pull(self, name: str) -> AsyncIterator[PullProgress]:
+    def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
         """Downloads a model. Raises ModelNotFound, ModelGated."""
         ...
 

@@ -61,7 +61,9 @@ class KeyRing:
             return
         offered = _offered_key(headers)
         if offered is None:
-            raise NotAuthorized("An API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'.")
+            raise NotAuthorized(
+                "An API key is required: send 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
         digest = _digest(offered)
         # Every key is compared, so that the time does not tell which one matched.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

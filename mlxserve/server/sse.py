@@ -69,7 +69,9 @@ class FrameStream(Response):
         heartbeat: Callable[[], bytes] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(
+            media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
         self._frames, self._failure, self._limits, self._heartbeat = frames, failure, limits, heartbeat
         # The length of a stream is not known.
         self.raw_headers = [item for item in self.raw_headers if item[0] != b"content-length"]
