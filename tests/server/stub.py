@@ -169,9 +169,7 @@ class StubEngine:
 def _logprobs(ids: Sequence[int], top: int | None) -> list[TokenLogprob]:
     if top is None:
         return []
-    return [
-        TokenLogprob(i, -0.25, tuple(((i + k) % 256, -0.25 - k) for k in range(top))) for i in ids
-    ]
+    return [TokenLogprob(i, -0.25, tuple(((i + k) % 256, -0.25 - k) for k in range(top))) for i in ids]
 
 
 def bag_of_bytes(ids: Sequence[int]) -> list[float]:

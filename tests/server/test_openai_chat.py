@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -11,6 +10,7 @@ import openai
 import pytest
 
 from tests.server.stub import RunningServer, StubEngine
+from tests.server.wire import data_of
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -18,16 +18,6 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def client(_server: RunningServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{_server.url}/v1", api_key="none", max_retries=0)
-
-
-def data_of(response: httpx.Response) -> list[Any]:
-    """The data of each event of a stream, [DONE] as a string."""
-    found = []
-    for line in response.text.split("\n\n"):
-        if line.startswith("data: "):
-            text = line.removeprefix("data: ")
-            found.append(text if text == "[DONE]" else json.loads(text))
-    return found
 
 
 def post(http: httpx.Client, **body: Any) -> httpx.Response:
@@ -223,7 +213,13 @@ def test_case_20_unknown_model(client: openai.OpenAI, stub: StubEngine) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"user": "u"}, {"metadata": {"a": "b"}}, {"store": False}, {"prompt_cache_key": "k"}, {"modalities": ["text"]}],
+    [
+        {"user": "u"},
+        {"metadata": {"a": "b"}},
+        {"store": False},
+        {"prompt_cache_key": "k"},
+        {"modalities": ["text"]},
+    ],
 )
 def test_harmless_fields_are_taken(http: httpx.Client, stub: StubEngine, field: dict[str, Any]) -> None:
     assert post(http, **field).status_code == 200
