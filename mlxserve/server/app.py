@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -94,7 +93,6 @@ def make_app(config: ServerConfig, models: ModelRegistry) -> Starlette:
         exception_handlers={
             MlxServeError: _shown,
             HTTPException: _from_starlette,
-            Exception: _unforeseen,
         },
         lifespan=_lifespan,
     )
@@ -106,8 +104,24 @@ def make_app(config: ServerConfig, models: ModelRegistry) -> Starlette:
 def _routes() -> list[Route]:
     table = [("POST", _POST), ("GET", _GET), ("DELETE", _DELETE)]
     return [
-        Route(path, handler, methods=[method]) for method, paths in table for path, handler in paths.items()
+        Route(path, _shielded(handler), methods=[method])
+        for method, paths in table
+        for path, handler in paths.items()
     ]
+
+
+def _shielded(handler: Handler) -> Handler:
+    """The handler, with unforeseen errors logged and shown as one plain sentence."""
+
+    async def shielded(request: HttpRequest) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            shown = as_shown(error)
+            assert shown is not None
+            raise shown from None
+
+    return shielded
 
 
 def _middleware(config: ServerConfig) -> list[Middleware]:
@@ -155,12 +169,3 @@ async def _from_starlette(request: HttpRequest, error: Exception) -> Response:
     if error.status_code == 405:
         return await _shown(request, WrongMethod(f"{path} does not take {request.method}."))
     return await _shown(request, NotFound(f"There is nothing at {path}."))
-
-
-async def _unforeseen(request: HttpRequest, error: Exception) -> Response:
-    shown = as_shown(error)
-    assert shown is not None
-    return await _shown(request, shown)
-
-
-STATIC = Path(__file__).parent / "static"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from mlxserve.errors import EngineFailed
+from mlxserve.errors import Cancelled, EngineFailed
 from mlxserve.request import Delta, FinishReason, Request, TokenLogprob
 from mlxserve.server.dialogue import (
     Dialogue,
@@ -163,6 +163,7 @@ class Run:
         last = self.started
         async with aclosing(self.engine.generate(self.requests[choice])) as deltas:
             async for delta in deltas:
+                _raise_if_broken(delta)
                 last = self._clock(last, delta)
                 events = self._read(parser, delta)
                 cut = None if self.parallel_calls else _first_call_end(events)
@@ -244,6 +245,13 @@ async def gather(run: Run) -> list[Reply]:
         async for step in steps:
             replies[step.choice].add(step)
     return replies
+
+
+def _raise_if_broken(delta: Delta) -> None:
+    if delta.finish_reason is FinishReason.ERROR:
+        raise EngineFailed("The engine failed in the middle of the answer.")
+    if delta.finish_reason is FinishReason.CANCELLED:
+        raise Cancelled("The answer was cancelled.")
 
 
 def _finish(reason: FinishReason | None, calls: int) -> FinishReason | None:

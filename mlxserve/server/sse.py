@@ -101,6 +101,8 @@ class FrameStream(Response):
     async def _pump(self, wire: _Wire) -> None:
         async for frame in self._frames:
             await wire.write(frame)
+            # Where frames are always ready and the socket takes them, nothing above would ever let go.
+            await asyncio.sleep(0)
 
     async def _watch(self, wire: _Wire) -> None:
         """Sends heartbeats; returns, which ends the stream, when a write is stuck for too long."""

@@ -59,12 +59,12 @@ def make_tokenizer(template: str | None = TEMPLATE, *, fill: bool = True) -> Tok
     return Tokenizer(backend, bos_token_id=256, eos_token_ids=[eos], chat_template=template)
 
 
-Piece = str | float | Exception | asyncio.Event | FinishReason
+Piece = str | float | Exception | asyncio.Event | FinishReason | Delta
 Script = Sequence[Piece]
 
 
 class StubEngine:
-    """Says what `script` says: text pieces, pauses in seconds, errors, events to wait for.
+    """Says what `script` says: text pieces, pauses in seconds, errors, events to wait for, whole deltas.
 
     `script` may also be a function of the request. Text is followed by an end of turn, unless the script
     ends with a FinishReason. `seen` holds every request, `cancelled` the ids of those that were closed early.
@@ -116,6 +116,9 @@ class StubEngine:
             if isinstance(piece, FinishReason):
                 yield self._last(request, text, made, piece)
                 return
+            if isinstance(piece, Delta):
+                yield piece
+                continue
             if not isinstance(piece, str):
                 await self._pause(piece)
                 continue
