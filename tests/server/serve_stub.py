@@ -26,7 +26,7 @@ class Dying(StubEngine):
 async def main(port: int, drain_s: float) -> None:
     loader = StubLoader()
     engine = loader.add(Dying())
-    engine.script = ["tick ", 0.05] * 100
+    engine.script = ["tick ", 0.05] * 30
     config = ServerConfig(port=port, drain_s=drain_s)
     models = ModelRegistry(loader, 1000)
     app = make_app(config, models)
