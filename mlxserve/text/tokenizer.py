@@ -21,6 +21,7 @@ from mlxserve.text.abilities import Abilities, probe
 from mlxserve.text.control import ControlText, Marks, Span, touches, unmark
 from mlxserve.text.detokenize import BackendDetokenizer, ByteDetokenizer, Detokenizer
 from mlxserve.text.eos import end_of_turn_tokens
+from mlxserve.text.formats import ReplyFormat, recognise, visible_markers
 from mlxserve.text.messages import suit
 from mlxserve.text.template import ChatTemplate
 from mlxserve.text.vocabulary import PlainEncoder, TokenBytes, repair_decoder, strips_first_space
@@ -91,9 +92,18 @@ class Tokenizer:
         return frozenset(found)
 
     @cached_property
+    def reply_format(self) -> ReplyFormat:
+        """How this model marks reasoning and tool calls."""
+        return recognise(self._compiled.values(), self.added_tokens)
+
+    @cached_property
     def hidden_in_replies(self) -> frozenset[int]:
-        """Ids that a reply's text does not show: special tokens and those that end a turn."""
-        return self.special_ids | self.eos_token_ids
+        """Ids that a reply's text does not show: those that end a turn, and special tokens.
+
+        Special tokens that mark reasoning or tool calls are not hidden; a `ReplyParser` takes them out.
+        """
+        markers = visible_markers(self.reply_format, self.added_tokens)
+        return (self.special_ids - markers) | self.eos_token_ids
 
     def token_text(self, token_id: int) -> str:
         """One token as text, with its leading space; bytes that are no whole character as U+FFFD."""
@@ -132,7 +142,7 @@ class Tokenizer:
         return "".join([*map(stream.add, ids), stream.finish()])
 
     def detokenizer(self, *, hidden: Collection[int] | None = None, continues: bool = False) -> Detokenizer:
-        """A fresh stream. `hidden` ids show nothing: by default special tokens and those that end a turn.
+        """A fresh stream. `hidden` ids show nothing: by default those of `hidden_in_replies`.
 
         `continues`: the text goes on from a prompt, so that a leading space is part of it. Otherwise the
         space that SentencePiece puts before a text's first word is dropped.
