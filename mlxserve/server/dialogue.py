@@ -20,6 +20,7 @@ from mlxserve.server.fill import FillTokens, find_fill_tokens
 from mlxserve.server.forced import ForcedCallParser, call_grammar
 from mlxserve.text.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from mlxserve.text.messages import content_text
+from mlxserve.text.reply import ReplyParser as TextParser
 from mlxserve.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+_TAIL_TOKENS = 64  # of a prompt, in which reasoning may have been begun
 # Longer texts are rendered and encoded on a thread, so that streams go on meanwhile.
 _OFF_LOOP_CHARACTERS = 20_000
 
@@ -64,13 +66,38 @@ class PlainParser:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt's ids; `opening` is the text that the template put at the beginning of the reply."""
+    """A prompt's ids."""
 
     ids: list[int]
-    opening: str = ""
 
     def after(self, earlier: Sequence[int]) -> Prompt:
         return replace(self, ids=[*earlier, *self.ids])
+
+
+class TrackedParser:
+    """The text room's parser for this model, and whether the reply is inside reasoning just now."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: Tools, prompt: Prompt) -> None:
+        self._parser = TextParser(tokenizer, list(tools.offered), prompt_ids=prompt.ids)
+        self.thinking = _opens_reasoning(tokenizer, prompt)
+
+    def feed(self, text: str) -> Sequence[Event]:
+        events = self._parser.push(text)
+        if events:
+            self.thinking = isinstance(events[-1], Reasoning)
+        return events
+
+    def finish(self) -> Sequence[Event]:
+        return self._parser.finish()
+
+
+def _opens_reasoning(tokenizer: Tokenizer, prompt: Prompt) -> bool:
+    """True where the template has begun the reasoning already."""
+    reasoning = tokenizer.reply_format.reasoning
+    if reasoning is None:
+        return False
+    tail = tokenizer.decode(prompt.ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    return tail.rstrip().endswith(reasoning.start)
 
 
 class Dialogue:
@@ -97,7 +124,10 @@ class Dialogue:
 
     @cached_property
     def can_reason(self) -> bool:
-        return bool(self.variables & _SWITCHES) or "<think>" in (self.tokenizer.chat_template or "")
+        if not self.can_chat:
+            return False
+        reply = self.tokenizer.reply_format
+        return reply.harmony or reply.reasoning is not None or bool(self.variables & _SWITCHES)
 
     @cached_property
     def filling(self) -> FillTokens | None:
@@ -180,7 +210,7 @@ class Dialogue:
         """A fresh parser for one reply to `prompt`."""
         if tools.forced:
             return ForcedCallParser(tools.only)
-        return PlainParser()
+        return TrackedParser(self.tokenizer, tools, prompt)
 
     def constrain(self, params: SamplingParams, tools: Tools) -> SamplingParams:
         """The same settings, held to a tool call where one must come."""
