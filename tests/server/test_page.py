@@ -77,7 +77,7 @@ def answered(browser: Browser, count: int = 1) -> str:
 def test_a_conversation(browser: Browser, stub: StubEngine) -> None:
     browser.shoot("1-welcome")
     assert browser.run("return document.activeElement.id") == "input"
-    stub.script = ["The capital ", "of France ", "is Paris."]
+    stub.script = ["The capital ", 0.1, "of France ", "is Paris."]
     say(browser, "What is the capital of France?")
     assert answered(browser) == "The capital of France is Paris."
     note = browser.all(".turn.assistant .note")[-1].text
@@ -86,6 +86,8 @@ def test_a_conversation(browser: Browser, stub: StubEngine) -> None:
     stub.script = [*THINKING, MARKDOWN]
     say(browser, "How do I sort a list in Python?")
     answered(browser, 2)
+    at_end = "const l = document.getElementById('log'); return l.scrollHeight - l.scrollTop - l.clientHeight < 2"
+    browser.wait(lambda: browser.run(at_end))
     browser.shoot("2-conversation-light")
     prompt = stub.tokenizer.decode(stub.seen[-1].prompt, skip_special_tokens=False)
     assert "is Paris.<|im_end|>" in prompt  # the conversation goes along
@@ -139,7 +141,7 @@ def test_it_streams_and_stops(browser: Browser, server: RunningServer, stub: Stu
 
 def test_reasoning_is_folded(browser: Browser, server: RunningServer, stub: StubEngine) -> None:
     gate = asyncio.Event()
-    stub.script = [*THINKING[:3], gate, THINKING[3], "Five."]
+    stub.script = [*THINKING[:3], gate, 0.1, THINKING[3], "Five."]
     say(browser, "2+3?")
     summary = browser.wait(lambda: browser.find("details.thought summary"))
     browser.wait(lambda: summary.text == "Thinking…")

@@ -7,7 +7,7 @@ const $ = (id) => document.getElementById(id);
 const SETTINGS = ["system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "thinking", "theme", "key"];
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
-const state = { turns: [], running: null };
+const state = { turns: [], running: null, atEnd: true };
 
 // -- what is kept ------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ function paintThought(turn, body) {
     body.before(box);
   }
   const thinking = turn.busy && !turn.content;
-  box.firstChild.textContent = thinking ? "Thinking…" : turn.thought_s ? `Thought for ${turn.thought_s.toFixed(1)} s` : "Thoughts";
+  box.firstChild.textContent = thinking ? "Thinking…" : turn.thought_s >= 0.05 ? `Thought for ${turn.thought_s.toFixed(1)} s` : "Thoughts";
   if (box.lastChild.textContent !== turn.thought) box.lastChild.textContent = turn.thought.trim();
 }
 
@@ -142,10 +142,15 @@ function fault(message, place = $("log")) {
   follow(true);
 }
 
-// Stay at the end, unless the person has scrolled away.
+// Stay at the end, unless the person has scrolled away from it.
 function follow(always = false) {
+  state.atEnd ||= always;
+  if (state.atEnd) $("log").scrollTop = $("log").scrollHeight;
+}
+
+function noteScroll() {
   const log = $("log");
-  if (always || log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+  state.atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
 }
 
 function cutFrom(index) {
@@ -223,7 +228,7 @@ function take(turn, delta, clock) {
 function figures(usage, clock, now) {
   const count = usage.completion_tokens;
   const seconds = (now - clock.first) / 1000;
-  const rate = count > 1 && seconds > 0 ? `${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
+  const rate = count > 1 && seconds > 0.05 ? `${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
   const wait = clock.first ? `first after ${((clock.first - clock.started) / 1000).toFixed(2)} s` : "";
   return [rate, `${count} tokens`, wait].filter(Boolean).join(" · ");
 }
@@ -296,6 +301,8 @@ $("model").addEventListener("change", () => { kept.set("model", $("model").value
 for (const name of SETTINGS) $(name).addEventListener("change", keepSettings);
 $("key").addEventListener("change", () => { $("key").setCustomValidity(""); loadModels(); });
 document.addEventListener("keydown", onKey);
+$("log").addEventListener("scroll", noteScroll, { passive: true });
+new ResizeObserver(() => follow()).observe($("log"));
 
 loadSettings();
 for (const turn of kept.get("turns", [])) addTurn({ thought: "", ...turn });
