@@ -98,7 +98,10 @@ class Server(uvicorn.Server):
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket. Raises UsageError that names the address where it is taken or not ours."""
+    """The socket, bound but not listening yet: until there is a server, callers are refused at once.
+
+    Raises UsageError that names the address where it is taken or not ours.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,8 +112,6 @@ def bind(config: ServerConfig) -> socket.socket:
         raise UsageError(
             f"Cannot listen on {config.host} port {config.port}: {error.strerror or error}.", param="port"
         ) from None
-    listener.listen(2048)
-    listener.set_inheritable(True)
     return listener
 
 

@@ -97,6 +97,8 @@ class _Engines(Collector):
         families: dict[str, GaugeMetricFamily] = {}
         for entry in self._models.loaded:
             for name, value in entry.engine.stats().items():
+                if not isinstance(value, int | float):
+                    continue  # words, for people
                 family = families.setdefault(
                     name,
                     GaugeMetricFamily(f"mlxserve_engine_{name}", f"The engine's {name}.", labels=["model"]),

@@ -5,7 +5,7 @@ Knows: names and signatures. Does not know who implements them; `cli/serve.py` p
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,10 +20,14 @@ class AsyncEngine(Protocol):
     `generation_defaults` are the model's own sampling settings. Embedding models have no `generate`.
     """
 
-    name: str
-    context: int
-    tokenizer: Tokenizer
-    generation_defaults: Mapping[str, Any]
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
 
     def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """Deltas of one request; closing the iterator cancels it.
@@ -32,8 +36,8 @@ class AsyncEngine(Protocol):
         """
         ...
 
-    def stats(self) -> Mapping[str, float | int]:
-        """Counts of the moment: queue, running, pages_free, pages_total, prefix_hit_tokens, …"""
+    def stats(self) -> Mapping[str, Any]:
+        """Figures of the moment: queue, running, pages_free, pages_total, prefix_hit_tokens, …"""
         ...
 
     @property
@@ -41,7 +45,7 @@ class AsyncEngine(Protocol):
         """False once the engine cannot go on."""
         ...
 
-    async def embed(self, batch: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
         """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
         ...
 

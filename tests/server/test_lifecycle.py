@@ -36,6 +36,9 @@ class Process:
         assert self.child.stdout is not None
         self.port = int(self.child.stdout.readline())
         self.url = f"http://127.0.0.1:{self.port}"
+        while port_is_free(self.port):
+            assert self.child.poll() is None
+            time.sleep(0.02)
 
     def stream(self) -> socket.socket:
         """A running stream, its first words read."""
