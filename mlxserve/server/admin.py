@@ -17,6 +17,7 @@ from mlxserve.request import SamplingParams
 from mlxserve.server.answer import json_response, service_of
 from mlxserve.server.models import Loaded
 from mlxserve.server.ports import ModelCard
+from mlxserve.text.template import RESERVED
 
 ENDPOINTS = {
     "openai": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models"],
@@ -102,7 +103,7 @@ def model_abilities(entry: Loaded) -> dict[str, Any]:
         "chat": dialogue.can_chat,
         "tools": "template" if dialogue.can_call_tools else ("described" if dialogue.can_chat else None),
         "reasoning": dialogue.can_reason,
-        "template_variables": sorted(dialogue.variables),
+        "template_variables": sorted(dialogue.variables - RESERVED),
         "fill_in_the_middle": dialogue.filling is not None,
         "embeddings": entry.card.embeds,
         "input": ["text"],

@@ -6,7 +6,7 @@ Knows: the order of these steps and who must be told. Does not know any API's fi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
-from mlxserve.errors import MlxServeError
+from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.server.awake import Awake
 from mlxserve.server.faults import ErrorObject, ShuttingDown
 from mlxserve.server.fields import B, read
@@ -95,13 +95,27 @@ def client_of(request: HttpRequest, user: str | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One generation call. `plan` makes the Run once the model is there."""
+    """One generation call. `plan` makes the Run once the model is there.
+
+    `fields`: what this API calls the fields that errors of the engine name.
+    """
 
     model: str
     plan: Callable[[Loaded], Awaitable[Run]]
     renderer: Renderer
     stream: bool
     keep_alive_s: float | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def _naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors leave with the name that the caller used for the field at fault."""
+    try:
+        yield
+    except UsageError as error:
+        error.param = fields.get(error.param or "", error.param)
+        raise
 
 
 async def answer(request: HttpRequest, call: Call) -> Response:
@@ -121,19 +135,23 @@ async def answer(request: HttpRequest, call: Call) -> Response:
 
 
 async def _whole(request: HttpRequest, service: Service, call: Call) -> Any:
-    async with service.lend(call.model, keep_alive_s=call.keep_alive_s) as entry:
-        run = await call.plan(entry)
-        request.state.run = run
-        return await call.renderer.whole(run)
+    lent = service.lend(call.model, keep_alive_s=call.keep_alive_s)
+    with _naming(call.fields):
+        async with lent as entry:
+            run = await call.plan(entry)
+            request.state.run = run
+            return await call.renderer.whole(run)
 
 
 async def _frames(request: HttpRequest, service: Service, call: Call) -> AsyncGenerator[bytes, None]:
-    async with service.lend(call.model, keep_alive_s=call.keep_alive_s) as entry:
-        run = await call.plan(entry)
-        request.state.run = run
-        async with aclosing(call.renderer.frames(run)) as frames:
-            async for frame in frames:
-                yield frame
+    lent = service.lend(call.model, keep_alive_s=call.keep_alive_s)
+    with _naming(call.fields):
+        async with lent as entry:
+            run = await call.plan(entry)
+            request.state.run = run
+            async with aclosing(call.renderer.frames(run)) as frames:
+                async for frame in frames:
+                    yield frame
 
 
 def failure_event(shape: ErrorObject, error: MlxServeError) -> bytes:

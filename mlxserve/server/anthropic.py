@@ -94,6 +94,7 @@ async def _plan(
         lambda: dialogue.parser(prompt, tools),
         client=client,
         parallel_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", None),
+        thinking_budget=thinking_budget(body),
     )
     return make_run(service, entry, [prompt.ids], wish)
 
@@ -118,6 +119,10 @@ def _thinking_variables(body: Conversation, dialogue: Dialogue) -> dict[str, Any
 
 def wants_thinking(body: Conversation) -> bool:
     return isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive | ThinkingBetween)
+
+
+def thinking_budget(body: Conversation) -> int | None:
+    return body.thinking.budget_tokens if isinstance(body.thinking, ThinkingEnabled) else None
 
 
 def message_params(body: MessageBody, tools: Tools) -> SamplingParams:

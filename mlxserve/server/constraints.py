@@ -32,6 +32,16 @@ class Tools:
         return [tool["function"]["name"] for tool in self.offered]
 
 
+# SamplingParams' names for what structured_outputs holds.
+OUTPUT_FIELDS = {
+    "schema": "json",
+    "regex": "regex",
+    "choices": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+
+
 def from_format(chosen: wire.ResponseFormat | None) -> dict[str, Any]:
     """SamplingParams fields of a response_format."""
     match chosen:

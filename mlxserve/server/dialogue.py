@@ -222,6 +222,21 @@ class Dialogue:
         """Template variables that switch reasoning on or off; none where the template has no switch."""
         return dict.fromkeys(_SWITCHES & self.variables, wanted)
 
+    @property
+    def can_close_reasoning(self) -> bool:
+        """True where reasoning ends with a mark that can be put there (gpt-oss has channels instead)."""
+        return self.can_chat and not self.tokenizer.reply_format.harmony and self._closing_mark is not None
+
+    @property
+    def _closing_mark(self) -> str | None:
+        reasoning = self.tokenizer.reply_format.reasoning
+        return reasoning.end if reasoning else None
+
+    def close_reasoning(self) -> tuple[str, list[int]]:
+        """What ends the reasoning, as text and as ids."""
+        text = f"\n{self._closing_mark}\n\n"
+        return text, self.tokenizer.encode(text, add_special_tokens=False)
+
     def effort(self, level: str, *, strict: bool = True) -> dict[str, Any]:
         """Template variables for a reasoning effort.
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -132,7 +132,8 @@ class Reply:
 class Run:
     """The generations of one API call: request i is read through parsers[i].
 
-    With parallel_calls False a choice ends after its first tool call.
+    With parallel_calls False a choice ends after its first tool call. thinking_budget: tokens of reasoning
+    after which it is closed for the model, which then goes on with its answer.
     """
 
     engine: AsyncEngine
@@ -141,6 +142,7 @@ class Run:
     parsers: Sequence[ReplyParser]
     observer: Observer | None = None
     parallel_calls: bool = True
+    thinking_budget: int | None = None
     usage: Usage = field(default_factory=Usage)
     started: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
@@ -158,10 +160,27 @@ class Run:
         self._report()
 
     async def _one(self, choice: int) -> AsyncGenerator[Step, None]:
+        """One choice: its request; where reasoning used up its budget, then another that answers."""
+        budget = _Budget(self.thinking_budget)
+        async with aclosing(self._request(choice, self.requests[choice], budget)) as steps:
+            async for step in steps:
+                yield step
+        if not budget.spent:
+            return
+        request, closing = self._without_thinking(choice, budget)
+        if request is None:
+            yield Step(choice, tuple(self.parsers[choice].finish()), Delta(), FinishReason.LENGTH)
+            return
+        yield Step(choice, tuple(self._read(self.parsers[choice], closing)), closing)
+        async with aclosing(self._request(choice, request, _Budget(None))) as steps:
+            async for step in steps:
+                yield step
+
+    async def _request(self, choice: int, request: Request, budget: _Budget) -> AsyncGenerator[Step, None]:
         parser = self.parsers[choice]
         calls = 0
         last = self.started
-        async with aclosing(self.engine.generate(self.requests[choice])) as deltas:
+        async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 _raise_if_broken(delta)
                 last = self._clock(last, delta)
@@ -172,9 +191,21 @@ class Run:
                     return
                 calls += sum(isinstance(event, ToolStart) for event in events)
                 yield Step(choice, tuple(events), delta, _finish(delta.finish_reason, calls))
-                if delta.finish_reason is not None:
+                if delta.finish_reason is not None or budget.take(delta, parser.thinking):
                     return
         raise EngineFailed("The engine ended an answer without saying why.")
+
+    def _without_thinking(self, choice: int, budget: _Budget) -> tuple[Request | None, Delta]:
+        """The request that goes on behind closed reasoning (None: no token is left), and what closes it."""
+        request = self.requests[choice]
+        text, ids = self.dialogue.close_reasoning()
+        left = (request.params.max_tokens or 0) - len(budget.made) - len(ids)
+        if left < 1:
+            return None, Delta()
+        params = replace(request.params, max_tokens=left)
+        prompt = [*request.prompt, *budget.made, *ids]
+        onward = replace(request, id=f"{request.id}-answer", prompt=prompt, params=params)
+        return onward, Delta(text, tuple(ids))
 
     def _read(self, parser: ReplyParser, delta: Delta) -> list[Event]:
         was_thinking = parser.thinking
@@ -236,6 +267,27 @@ class Run:
         if self.observer:
             usage = self.usage
             self.observer.tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Counts one choice's tokens of reasoning, and keeps all its tokens."""
+
+    limit: int | None
+    made: list[int] = field(default_factory=list)
+    thought: int = 0
+
+    def take(self, delta: Delta, thinking: bool) -> bool:
+        """True once the reasoning has had its share and still goes on."""
+        if self.limit is None:
+            return False
+        self.made += delta.token_ids
+        self.thought += len(delta.token_ids) if thinking else 0
+        return self.spent and thinking
+
+    @property
+    def spent(self) -> bool:
+        return self.limit is not None and self.thought >= self.limit
 
 
 async def gather(run: Run) -> list[Reply]:

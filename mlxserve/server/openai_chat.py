@@ -23,7 +23,7 @@ from starlette.responses import Response
 from mlxserve.errors import MlxServeError, Unsupported
 from mlxserve.request import SEED_LIMIT, FinishReason, Priority, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, Service, answer, client_of, failure_event, read_json, service_of
-from mlxserve.server.constraints import Tools, choose_tools, from_format, from_outputs
+from mlxserve.server.constraints import OUTPUT_FIELDS, Tools, choose_tools, from_format, from_outputs
 from mlxserve.server.dialogue import Dialogue, Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from mlxserve.server.faults import openai_error
 from mlxserve.server.fields import given, require
@@ -46,7 +46,16 @@ async def chat_completions(request: HttpRequest) -> Response:
 
     stream = bool(body.stream)
     require(stream or body.stream_options is None, "stream_options needs stream: true.", "stream_options")
-    return await answer(request, Call(body.model, plan, ChatRenderer(service, body), stream))
+    call = Call(body.model, plan, ChatRenderer(body), stream, fields=_field_names(body, tools))
+    return await answer(request, call)
+
+
+def _field_names(body: ChatBody, tools: Tools) -> dict[str, str]:
+    """What the engine's names for fields are here."""
+    outputs = {name: f"structured_outputs.{theirs}" for name, theirs in OUTPUT_FIELDS.items()}
+    forced = {"grammar": "tools"} if tools.forced else {}
+    form = {"schema": "response_format", "json_object": "response_format"} if body.response_format else {}
+    return {"prompt": "messages", **outputs, **forced, **form}
 
 
 async def _plan(
@@ -138,7 +147,6 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
 class ChatRenderer:
     """One chat completion, whole or as chunks."""
 
-    service: Service
     body: ChatBody
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.request import FinishReason, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, answer, client_of, failure_event, read_json, service_of
-from mlxserve.server.constraints import from_outputs
+from mlxserve.server.constraints import OUTPUT_FIELDS, from_outputs
 from mlxserve.server.dialogue import Dialogue, PlainParser, Text
 from mlxserve.server.faults import openai_error
 from mlxserve.server.fields import given, require
@@ -61,7 +61,8 @@ async def completions(request: HttpRequest) -> Response:
         wish = Wish(held, PlainParser, choices=body.n or 1, client=client)
         return make_run(service, entry, ids, wish)
 
-    return await answer(request, Call(body.model, plan, renderer, bool(body.stream)))
+    names = {name: f"structured_outputs.{theirs}" for name, theirs in OUTPUT_FIELDS.items()}
+    return await answer(request, Call(body.model, plan, renderer, bool(body.stream), fields=names))
 
 
 def fill_ends(dialogue: Dialogue) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class Wish:
     client: str = ""
     priority: Priority = Priority.INTERACTIVE
     parallel_calls: bool = True
+    thinking_budget: int | None = None
     limit: int | None = None
 
 
@@ -51,6 +52,7 @@ def make_run(service: Service, entry: Loaded, prompts: Sequence[Sequence[int]], 
         [wish.parser() for _ in requests],
         observer=service.metrics.observer(entry.card.name),
         parallel_calls=wish.parallel_calls,
+        thinking_budget=wish.thinking_budget if entry.dialogue.can_close_reasoning else None,
     )
 
 

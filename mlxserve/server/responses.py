@@ -55,7 +55,8 @@ async def create(request: HttpRequest) -> Response:
     stream = bool(body.stream)
     require(stream or body.stream_options is None, "stream_options needs stream: true.", "stream_options")
     renderer = ResponseRenderer(body, items, store)
-    return await answer(request, Call(body.model, plan, renderer, stream))
+    names = {"prompt": "input", "schema": "text.format", "json_object": "text.format", "grammar": "tools"}
+    return await answer(request, Call(body.model, plan, renderer, stream, fields=names))
 
 
 async def _plan(

@@ -100,9 +100,9 @@ class StubEngine:
                 finished = delta.finish_reason is not None
                 yield delta
         finally:
-            self.running -= 1
             if not finished:
                 self.cancelled.append(request.id)
+            self.running -= 1
 
     async def _deltas(self, request: Request) -> AsyncGenerator[Delta, None]:
         text = TextStream(self.tokenizer, list(request.params.stop))

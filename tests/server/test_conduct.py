@@ -23,7 +23,7 @@ from tests.server.wire import data_of, events_of, lines_of
 HI = [{"role": "user", "content": "hi"}]
 APIS = {
     "openai": ("/v1/chat/completions", {"model": "stub", "messages": HI}),
-    "completions": ("/v1/completions", {"model": "stub", "prompt": "hi"}),
+    "completions": ("/v1/completions", {"model": "stub", "prompt": "hi", "max_tokens": 4000}),
     "responses": ("/v1/responses", {"model": "stub", "input": "hi"}),
     "anthropic": ("/v1/messages", {"model": "stub", "messages": HI, "max_tokens": 4000}),
     "ollama": ("/api/chat", {"model": "stub", "messages": HI}),

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from mlxserve.errors import Unsupported
 from tests.server.stub import RunningServer, StubEngine
 from tests.server.wire import data_of
 
@@ -230,3 +231,26 @@ def test_null_is_absent(http: httpx.Client, stub: StubEngine) -> None:
         ["temperature", "stop", "tools", "tool_choice", "response_format", "n", "seed", "logit_bias", "audio"]
     )
     assert post(http, **nulls).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("form", "engines_name", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            "schema",
+            "response_format",
+        ),
+        ({"structured_outputs": {"json": {}}}, "schema", "structured_outputs.json"),
+        ({"structured_outputs": {"choice": ["a"]}}, "choices", "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "x"}}, "grammar", "structured_outputs.grammar"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_case_59_what_cannot_be_enforced_is_refused_by_the_callers_name(
+    http: httpx.Client, stub: StubEngine, form: dict[str, Any], engines_name: str, param: str, stream: bool
+) -> None:
+    stub.script = [Unsupported("It cannot be enforced.", param=engines_name)]
+    response = post(http, **form, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

@@ -86,7 +86,9 @@ def test_a_conversation(browser: Browser, stub: StubEngine) -> None:
     stub.script = [*THINKING, MARKDOWN]
     say(browser, "How do I sort a list in Python?")
     answered(browser, 2)
-    at_end = "const l = document.getElementById('log'); return l.scrollHeight - l.scrollTop - l.clientHeight < 2"
+    at_end = (
+        "const l = document.getElementById('log'); return l.scrollHeight - l.scrollTop - l.clientHeight < 2"
+    )
     browser.wait(lambda: browser.run(at_end))
     browser.shoot("2-conversation-light")
     prompt = stub.tokenizer.decode(stub.seen[-1].prompt, skip_special_tokens=False)

@@ -326,3 +326,39 @@ def test_the_grammar_of_forced_calls_is_what_llguidance_reads() -> None:
     for chosen in (Tools(tools, True), Tools(tools[:1], True, 'odd"name')):
         grammar = llguidance.LLMatcher.grammar_from_lark(call_grammar(chosen))
         assert llguidance.LLMatcher.validate_grammar(grammar) == ""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_ends_with_its_budget(http: httpx.Client, stub: StubEngine, stream: bool) -> None:
+    def script(request: Any) -> list[str]:
+        if request.id.endswith("-answer"):
+            return ["Five."]
+        return ["<think>", *["hm "] * 500]
+
+    stub.script = script
+    body = {
+        "model": "stub",
+        "max_tokens": 2000,
+        "messages": ASK,
+        "thinking": {"type": "enabled", "budget_tokens": 30},
+        "stream": stream,
+    }
+    response = http.post("/v1/messages", json=body)
+    first, second = stub.seen
+    text = stub.tokenizer.decode(second.prompt, skip_special_tokens=False)
+    assert text.endswith("<think>" + "hm " * 10 + "\n</think>\n\n")
+    assert list(second.prompt)[: len(first.prompt)] == list(first.prompt)
+    made = len(second.prompt) - len(first.prompt)
+    assert second.params.max_tokens == 2000 - made
+    assert stub.cancelled == [first.id]
+    if stream:
+        events = events_of(response)
+        thought = "".join(d["delta"].get("thinking", "") for n, d in events if n == "content_block_delta")
+        answer = "".join(d["delta"].get("text", "") for n, d in events if n == "content_block_delta")
+        usage, reason = events[-2][1]["usage"], events[-2][1]["delta"]["stop_reason"]
+    else:
+        message = response.json()
+        thought, answer = message["content"][0]["thinking"], message["content"][1]["text"]
+        usage, reason = message["usage"], message["stop_reason"]
+    assert (thought, answer, reason) == (("hm " * 10).strip(), "Five.", "end_turn")
+    assert usage["output_tokens"] == made + len("Five.")
