@@ -30,9 +30,13 @@ def call_grammar(tools: Tools) -> str:
     return f"start: {options}\n{rules}"
 
 
+# As JSON's writers do it; a model that pads with white space would use up its tokens.
+_COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+
 def _schema(function: Mapping[str, Any]) -> str:
     parameters = function.get("parameters") or {}
-    return json.dumps({"type": "object", **parameters})
+    return json.dumps({"type": "object", **parameters, "x-guidance": _COMPACT})
 
 
 def _literal(text: str) -> str:

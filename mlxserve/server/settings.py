@@ -24,9 +24,13 @@ from mlxserve.errors import UsageError
 from mlxserve.server.fields import Part, part
 
 
+# Paths are written as text.
+_WRITTEN: dict[Any, Any] = {Path: str, Path | None: str | None}
+
+
 def _section(kind: type) -> type[msgspec.Struct]:
     """A frozen dataclass's fields as an object to be read: each optional, none unknown."""
-    hints = get_type_hints(kind)
+    hints = {name: _WRITTEN.get(hint, hint) for name, hint in get_type_hints(kind).items()}
     return msgspec.defstruct(
         kind.__name__,
         [(item.name, hints[item.name], msgspec.UNSET) for item in fields(kind)],
@@ -88,4 +92,9 @@ def _read(raw: Any) -> Settings:
 
 def _values(raw: Mapping[str, Any], kind: type, name: str) -> dict[str, Any]:
     read = part(raw, _section(kind), name)
-    return {field: getattr(read, field) for field in raw}
+    hints = get_type_hints(kind)
+    return {field: _as_path(hints[field], getattr(read, field)) for field in raw}
+
+
+def _as_path(hint: Any, value: Any) -> Any:
+    return Path(value).expanduser() if hint in _WRITTEN and value is not None else value
