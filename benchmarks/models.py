@@ -39,7 +39,13 @@ def smollm2_folder() -> Path:
     tokenizer = tokenizer_from_gguf(loaded.metadata)
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     names = {name: text for name, text in tokenizer.special_tokens.items() if isinstance(text, str)}
-    settings = {**names, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
+    settings = {
+        **names,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    (folder / "config.json").write_text(json.dumps(loaded.config, indent=1))  # last: it marks the folder whole
+    (folder / "config.json").write_text(
+        json.dumps(loaded.config, indent=1)
+    )  # last: it marks the folder whole
     return folder

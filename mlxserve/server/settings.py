@@ -23,7 +23,6 @@ from mlxserve.config import EngineConfig, LoadConfig, ServerConfig
 from mlxserve.errors import UsageError
 from mlxserve.server.fields import Part, part
 
-
 # Paths are written as text.
 _WRITTEN: dict[Any, Any] = {Path: str, Path | None: str | None}
 
