@@ -46,6 +46,9 @@ class NullModel:
     def arrays(self) -> list[mx.array]:
         return []
 
+    def room(self, group: int) -> int:
+        return 1 << 30
+
     def reserve(self, group: int, pages: int) -> None:
         """There is nothing behind the pages."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.kernels_metal.plan import AttentionPlan
+from mlxserve.kernels_metal.plan import AttentionPlan, QuantisedPages
 
 POISON = -123_456  # a page id that no kernel may look up
 
@@ -120,3 +120,18 @@ def _pages(start: int, count: int, page_size: int, window: int | None) -> tuple[
     """Half-open range of page indices, from position 0, that a segment's rows see."""
     first = _first_key(start, window) // page_size
     return first, max(first, -(-(start + count) // page_size)) if count else first
+
+
+def pack(
+    pages: np.ndarray, bits: int, group_size: int = 32, dtype: mx.Dtype = mx.float32
+) -> tuple[QuantisedPages, np.ndarray]:
+    """Pages quantised head by head, and the values they stand for; unused slots stay NaN."""
+    unused = np.isnan(pages)
+    given = mx.array(np.where(unused, 0, pages)).astype(dtype)
+    words, scales, biases = mx.quantize(given, group_size=group_size, bits=bits)
+    exact = (words, scales.astype(mx.float32), biases.astype(mx.float32))
+    values = np.array(mx.dequantize(*exact, group_size=group_size, bits=bits))
+    nan = mx.array(np.where(unused[..., ::group_size], np.nan, 0)).astype(dtype)
+    return QuantisedPages(words, scales + nan, biases + nan, bits, group_size), np.where(
+        unused, np.nan, values
+    )

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlxserve.errors import UsageError
 from mlxserve.kernels_metal import layout, reference
-from mlxserve.kernels_metal.plan import AttentionPlan, QuantisedPages
-from tests.kernels_metal.paged import Problem, attend, problem
+from mlxserve.kernels_metal.plan import AttentionPlan
+from tests.kernels_metal.paged import Problem, attend, pack, problem
 
 SCALE = 0.2
 
@@ -125,16 +125,6 @@ def test_one_side_packed() -> None:
     out = reference.paged_attention(mx.array(case.q), mx.array(case.k_pages), v_pages, case.plan, scale=SCALE)
     truth = attend(case.q, case.k_pages, v_values, case.plan, SCALE)
     np.testing.assert_allclose(np.array(out), truth, atol=2e-5)
-
-
-def pack(pages: np.ndarray, bits: int, group_size: int = 32) -> tuple[QuantisedPages, np.ndarray]:
-    """Pages quantised head by head, and the values they stand for; unused slots stay NaN."""
-    unused = np.isnan(pages)
-    parts = mx.quantize(mx.array(np.where(unused, 0, pages)), group_size=group_size, bits=bits)
-    values = np.array(mx.dequantize(*parts, group_size=group_size, bits=bits))
-    nan = mx.array(np.where(unused[..., ::group_size], np.nan, 0).astype(np.float32))
-    packed = QuantisedPages(parts[0], parts[1] + nan, parts[2] + nan, bits, group_size)
-    return packed, np.where(unused, np.nan, values)
 
 
 @pytest.mark.parametrize("length", [255, 256, 257])

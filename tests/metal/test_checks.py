@@ -128,6 +128,10 @@ CAUGHT = {
         "y[i] = (i & 1) ? simd_sum(x[i]) : simd_max(x[i]);",
         "wait in simd_max at line 1, this lane comes to simd_sum at line 1",
     ),
+    "two_barriers_in_a_line": (
+        "if (i < 32) { " + BARRIER + "} else { " + BARRIER + "} y[i] = 1;",
+        "comes to that of line 1 by another call",
+    ),
     "simd_after_return": (
         "y[i] = 1; if (i == 3) return; y[i] = simd_sum(x[i]);",
         "lanes 00000008 have returned",
@@ -235,6 +239,15 @@ def test_a_fault_ends_the_launch_and_not_the_process() -> None:
     with pytest.raises(harness.KernelFailure, match="the thread faulted"):
         run_body("y[i] = even(x[i] + 1e6f);", header)
     assert run_body("y[i] = even(x[i]);", header).outputs[0][0] == 1
+
+
+def test_a_helper_called_from_two_places_holds_two_barriers() -> None:
+    header = "inline float meet(float v) { threadgroup_barrier(mem_flags::mem_none); return v; }\n"
+    with pytest.raises(harness.KernelFailure, match="by another call"):
+        run_body("if (i < 32) { y[i] = meet(1); } else { y[i] = meet(2); }", header)
+    header = "inline float total(float v) { return simd_sum(v); }\n"
+    with pytest.raises(harness.KernelFailure, match="by another call"):
+        run_body("if (i & 1) { y[i] = total(1); } else { y[i] = total(2); }", header)
 
 
 def two_threadgroups(body: str, **options: object) -> harness.Result:

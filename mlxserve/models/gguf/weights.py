@@ -90,7 +90,8 @@ def read_weights(
             result.blocks[placed.target.removesuffix(".weight")] = source.type.name
             result.report[source.name] = "blocks"
             continue
-        packed = repack(source.data, source.type, source.shape) if source.type in REPACKABLE else None
+        matrix = source.type in REPACKABLE and len(source.shape) > 1
+        packed = repack(source.data, source.type, source.shape) if matrix else None
         if packed is not None and mode != "float" and _fits(packed, dtype):
             layer = placed.target.removesuffix(".weight")
             arrays = _packed_arrays(layer, packed, dtype)
@@ -207,7 +208,7 @@ def _ordered(tensor: TensorInfo, heads: int | None) -> TensorInfo:
     if heads is None:
         return tensor
     rows = tensor.shape[0]
-    if rows % (2 * heads):
+    if not rows or rows % (2 * heads):
         raise ModelInvalid(f"{tensor.name} has {rows} rows, which {heads} heads cannot share evenly.")
     order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     raw = tensor.data.reshape(rows, -1)[order].reshape(tensor.data.shape)
