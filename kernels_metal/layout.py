@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import mlx.core as mx
@@ -112,7 +113,7 @@ class Layout:
         buckets = _buckets_of([single for single, solo in zip(singles, found, strict=True) if solo is None])
         chunks = [Chunk.of(plan, s) for s in segments if plan.counts[s] > 1]
         rows = [solo.row for solo in solos] + [row for bucket in buckets for row in bucket.rows]
-        order = rows + [chunk.row + i for chunk in chunks for i in range(chunk.blocks[-1].stop)]
+        order = rows + [chunk.row + i for chunk in chunks for i in range(chunk.count)]
         return Layout(
             solos=tuple(solos),
             buckets=tuple(buckets),
@@ -168,29 +169,47 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Several rows of one sequence, in blocks."""
+    """Several rows of one sequence, in blocks; `keys` and `window` as in the plan."""
 
     row: int
+    start: int
+    keys: tuple[int, int]
+    window: int | None
     gather: Gather
     blocks: tuple[Block, ...]
 
     @staticmethod
     def of(plan: AttentionPlan, s: int) -> Chunk:
-        first_key, stop_key = plan.keys(s)
-        count = plan.counts[s]
+        keys, count = plan.keys(s), plan.counts[s]
         blocks = [
-            _block_of(plan, plan.starts[s], first, min(first + CHUNK_ROWS, count), first_key)
+            _block_of(plan, plan.starts[s], first, min(first + CHUNK_ROWS, count), keys[0])
             for first in range(0, count, CHUNK_ROWS)
         ]
-        return Chunk(plan.row_starts[s], Gather(plan.slots(s, first_key, stop_key)), tuple(blocks))
+        gather = Gather(plan.slots(s, *keys))
+        return Chunk(plan.row_starts[s], plan.starts[s], keys, plan.window, gather, tuple(blocks))
+
+    @property
+    def count(self) -> int:
+        return self.blocks[-1].stop
+
+    @cached_property
+    def mask(self) -> mx.array | str:
+        """What `mx.fast.scaled_dot_product_attention` takes: True where a row sees a key, or "causal"."""
+        if self.window is None or self.count + self.start <= self.window:
+            return "causal"
+        rows = (self.start, self.start + self.count)
+        return mx.array(~_hidden(rows, self.keys, self.window))
+
+
+def _hidden(rows: tuple[int, int], keys: tuple[int, int], window: int | None) -> np.ndarray:
+    """bool [rows, keys]: True where the row at a position does not see the key at another."""
+    position, key = np.arange(*rows)[:, None], np.arange(*keys)
+    hidden = key > position
+    return hidden if window is None else hidden | (key <= position - window)
 
 
 def _block_of(plan: AttentionPlan, start: int, first: int, stop: int, origin: int) -> Block:
-    key_first, key_stop = plan.first_key(start + first), start + stop
-    position = np.arange(start + first, start + stop)[:, None]
-    key = np.arange(key_first, key_stop)
-    hidden = key > position  # [rows, keys]
-    if plan.window is not None:
-        hidden |= key <= position - plan.window
+    keys = (plan.first_key(start + first), start + stop)
+    hidden = _hidden((start + first, start + stop), keys, plan.window)
     mask = additive(hidden) if hidden.any() else None
-    return Block(first, stop, key_first - origin, key_stop - origin, mask)
+    return Block(first, stop, keys[0] - origin, keys[1] - origin, mask)

@@ -59,8 +59,12 @@ def paged_attention(
         small = q.shape[1] * layout.keys <= SMALL_SCORES
         softmax = _Softmax(scale, sinks, softcap, small)
         parts.append((_spread_rows if spread else _bucket_rows)(q, k_pages, v_pages, plan, layout, softmax))
-    softmax = _Softmax(scale, sinks, softcap, small=False)
-    parts += [_chunk(q, k_pages, v_pages, chunk, softmax) for chunk in layout.chunks]
+    for chunk in layout.chunks:
+        if _has_fused_attention() and not softcap:
+            parts.append(_fused_chunk(q, k_pages, v_pages, chunk, scale, sinks))
+        else:
+            softmax = _Softmax(scale, sinks, softcap, small=False)
+            parts.append(_chunk(q, k_pages, v_pages, chunk, softmax))
     if not parts:
         return mx.zeros((0, q.shape[1], v_pages.shape[-1]), out_dtype)
     out = _joined(parts)  # [Tq, HQ, DV], in the layout's order
@@ -69,7 +73,12 @@ def paged_attention(
 
 def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """float32 on a CPU, which multiplies float16 and bfloat16 one number at a time, without BLAS."""
-    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else dtype
+    return dtype if _has_fused_attention() else mx.float32
+
+
+def _has_fused_attention() -> bool:
+    """Whether `mx.fast.scaled_dot_product_attention` is a kernel here; a CPU takes its plain operations."""
+    return mx.default_device() != mx.Device(mx.cpu)
 
 
 def _joined(parts: list[mx.array], axis: int = 0) -> mx.array:
@@ -215,6 +224,18 @@ def _chunk(q: mx.array, k_pages: Pages, v_pages: Pages, chunk: Chunk, softmax: _
     k = _heads_first(k_pages, chunk.gather, q.dtype).swapaxes(-1, -2)  # [HKV, D, L]
     v = _heads_first(v_pages, chunk.gather, q.dtype)  # [HKV, L, DV]
     return _joined([_block(q, k, v, chunk.row, block, softmax) for block in chunk.blocks])
+
+
+def _fused_chunk(
+    q: mx.array, k_pages: Pages, v_pages: Pages, chunk: Chunk, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Rows of one sequence over its gathered keys, by MLX's own kernel. Returns [count, HQ, DV]."""
+    rows = q[chunk.row : chunk.row + chunk.count].swapaxes(0, 1)[None]  # [1, HQ, count, D]
+    k = _heads_first(k_pages, chunk.gather, q.dtype)[None]  # [1, HKV, L, D]
+    v = _heads_first(v_pages, chunk.gather, q.dtype)[None]  # [1, HKV, L, DV]
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    out = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=chunk.mask, sinks=sinks)
+    return out[0].swapaxes(0, 1)
 
 
 def _block(q: mx.array, k: mx.array, v: mx.array, row: int, block: Block, softmax: _Softmax) -> mx.array:

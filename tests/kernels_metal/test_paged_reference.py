@@ -75,6 +75,15 @@ def test_head_groups(heads: int, kv_heads: int) -> None:
     check(problem([30, 70, 5], [1, 1, 4], heads=heads, kv_heads=kv_heads))
 
 
+@pytest.mark.parametrize("window", [None, 5, 33, 400])
+@pytest.mark.parametrize("sinking", [True, False])
+def test_chunks_by_mlx_attention(window: int | None, sinking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU takes; MLX's own attention runs anywhere."""
+    monkeypatch.setattr(reference, "_has_fused_attention", lambda: True)
+    sinks = np.array([-3.0, 0.0, 2.0, 30.0], np.float32) if sinking else None
+    check(problem([0, 40, 16, 3], [150, 1, 5, 2], window=window), sinks)
+
+
 def test_long_runs_are_read_in_place_and_the_rest_gathered() -> None:
     case = problem([399, 300], [1, 1], shuffled=False)
     table = case.plan.tables.copy()
