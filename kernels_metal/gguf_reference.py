@@ -48,10 +48,20 @@ def matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:
     return (mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]).astype(x.dtype)
 
 
+def transposed_matmul(y: mx.array, blocks: mx.array, kind: str) -> mx.array:
+    """y [..., N] times blocks uint8 [N, row bytes] -> [..., K] in y's dtype: the gradient of `matmul`."""
+    rows = max(1, SLAB_WEIGHTS // find_format(kind).row_weights(blocks.shape[-1]))
+    wide = y.astype(mx.float32)
+    total = mx.array(0.0)
+    for i in range(0, blocks.shape[0], rows):
+        total = total + wide[..., i : i + rows] @ dequantize(blocks[i : i + rows], kind)
+    return total.astype(y.dtype)
+
+
 def gather_matmul(
     x: mx.array, blocks: mx.array, indices: mx.array, kind: str, sorted_indices: bool = False
 ) -> mx.array:
-    """Row p // (P / X) of x [X, K] times the transpose of expert indices[p] of blocks uint8 [E, N, row bytes].
+    """Row p // (P / X) of x [X, K] times the transpose of expert indices[p] of uint8 [E, N, row bytes].
 
     Returns [P, N] in x's dtype. Only experts that some row asks for are unpacked, one after another, so
     `indices` [P] is awaited. `sorted_indices` helps the kernel only.
