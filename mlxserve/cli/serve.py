@@ -122,6 +122,7 @@ _LOADING = {
     "rope_theta": ("load", "rope"),
     "rope_scaling": ("load", "rope"),
     "kv_bits": ("engine", "kv_bits"),
+    "check": ("engine", "check"),
 }
 
 
