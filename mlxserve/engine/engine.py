@@ -233,8 +233,9 @@ class Engine:
         self.counters.steps += 1
 
     def _measure_pace(self, drawn: Drawn, now: float) -> None:
-        prompt = sum(segment.count for segment in drawn.batch.segments if segment.count > 1)
-        self.scheduler.pace.record(prompt, now - max(self._last_commit_s, self._woken_s))
+        counts = [segment.count for segment in drawn.batch.segments]
+        streams = counts.count(1)
+        self.scheduler.pace.record(sum(counts) - streams, streams, now - max(self._last_commit_s, self._woken_s))
         self._last_commit_s = now
 
     def wake(self) -> None:

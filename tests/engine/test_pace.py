@@ -15,9 +15,9 @@ def live(
     draw = np.random.default_rng(0)
     seen = []
     for _ in range(steps):
-        tokens = pace.budget(decoding=4)
+        tokens = pace.budget(streams=4)
         took = (base_s + per_token_s * tokens) * float(1 + noise * draw.normal())
-        pace.record(tokens, took)
+        pace.record(tokens, 4, took)
         seen.append((tokens, took))
     return seen
 
@@ -25,20 +25,22 @@ def live(
 @pytest.mark.parametrize(("base_s", "per_token_s"), [(0.02, 1e-3), (0.1, 5e-4), (0.001, 1e-5), (0.05, 3e-3)])
 def test_it_uses_the_target_and_keeps_within_it(base_s: float, per_token_s: float) -> None:
     pace = Pace(0.25, smallest=16, largest=4096)
-    pace.record(512, base_s + 512 * per_token_s)  # the first prompt, before there was any stream
+    pace.record(512, 0, base_s + 512 * per_token_s)  # the first prompt, before there was any stream
     seen = live(pace, base_s, per_token_s, 60, noise=0.05)
     fitting = min(4096, (0.25 - base_s) / per_token_s)
     assert 0.6 * fitting <= np.median([tokens for tokens, _ in seen[10:]]) <= fitting
     assert max(took for _, took in seen) <= 0.5
 
 
-def test_a_budget_that_stays_the_same_does_not_wither() -> None:
-    """Decoding costs beside the prompt must not be taken for the prompt's own."""
+def test_a_budget_grows_back_after_a_slow_start_and_after_a_hiccup() -> None:
+    """A first step that took long, or one in between, must not keep it small."""
     pace = Pace(0.25, smallest=16, largest=512)
     for _ in range(3):
-        pace.record(512, 0.6)
+        pace.record(512, 0, 0.6)
     budgets = [tokens for tokens, _ in live(pace, 0.1, 1e-3, 200)]
     assert min(budgets[20:]) >= 70
+    pace.record(budgets[-1], 4, 5.0)
+    assert max(tokens for tokens, _ in live(pace, 0.1, 1e-3, 8)) >= 70
 
 
 def test_a_machine_that_becomes_slower_is_noticed_within_a_few_steps() -> None:
@@ -50,4 +52,4 @@ def test_a_machine_that_becomes_slower_is_noticed_within_a_few_steps() -> None:
 
 def test_without_streams_a_prompt_takes_all_it_can() -> None:
     pace = Pace(0.25, smallest=16, largest=512)
-    assert pace.budget(decoding=0) == 512 and pace.budget(decoding=3) == 16
+    assert pace.budget(streams=0) == 512 and pace.budget(streams=3) == 16
