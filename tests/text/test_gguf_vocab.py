@@ -188,6 +188,7 @@ BROKEN: dict[str, tuple[Metadata, Iterable[str]]] = {
     "merge": (byte_level(merges=["one"]), ["'one'"]),
     "strange merge": (byte_level(merges=["zq qz"]), ["merges do not fit"]),
     "bos": (byte_level(add_bos_token=True, bos_token_id=None), ["bos_token_id"]),
+    "charsmap": (small_llama(precompiled_charsmap=[1, 2, 3]), ["SentencePiece vocabulary is damaged"]),
     "spm twice": (small_llama(tokens=["a"] * 267), ["'a' twice"]),
 }
 
