@@ -105,13 +105,18 @@ class SamplingParams:
         """True where a grammar restricts the text."""
         return any(self._constraints())
 
-    def resolved(self, model_defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    def resolved(
+        self, model_defaults: Mapping[str, Any] | None = None, *, room: int | None = None
+    ) -> SamplingParams:
         """The same settings with every None filled: from the model's defaults, then from ours.
 
-        `seed` and `logprobs` stay None where nobody asked. A model default out of range is a UsageError
-        that names the field.
+        `seed` and `logprobs` stay None where nobody asked. room: tokens left in the context after the
+        prompt; it bounds max_tokens where the request is silent, while a number that was asked for stays.
+        A model default out of range is a UsageError that names the field.
         """
         known = dict(model_defaults or {})
+        if room is not None:
+            known["max_tokens"] = max(min(known.get("max_tokens") or SAMPLING_DEFAULTS.max_tokens, room), 1)
         filled = {}
         for item in fields(SAMPLING_DEFAULTS):
             if getattr(self, item.name) is None:
@@ -203,10 +208,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step adds to a stream: text (possibly empty, when held back), ids, and how it ended."""
+    """What one step adds to a stream: text (possibly empty, when held back), ids, and how it ended.
+
+    `stopped_by` is the stop string that ended it, where one did.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
+    stopped_by: str | None = None

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import mlxserve  # noqa: F401  puts OpenBLAS into the process before any test imports MLX
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

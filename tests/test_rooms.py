@@ -13,7 +13,10 @@ EVERYONE = {"errors", "config", "request"}
 PLAIN = {"errors", "config", "request", "engine.batch"}
 MLX = {"mlx"}
 MLX_LM = {"mlx_lm"}
-PURE = PLAIN | {"cache.pages", "cache.radix", "cache.prefix", "engine.scheduler"}
+# Bookkeeping in plain integers: pages, the prefix tree, and who is computed when.
+BOOKS = {"cache.pages", "cache.prefix", "cache.radix"}
+BOOKS |= {"engine.scheduler", "engine.sequence", "engine.waiting", "engine.pace"}
+PURE = PLAIN | BOOKS
 # room -> rooms it may import, beyond EVERYONE; the most specific name decides.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -21,11 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "request": PLAIN,
     "blas": set(),
     "engine.batch": PLAIN,
-    "cache.pages": PURE,
-    "cache.radix": PURE,
-    "cache.prefix": PURE,
-    "engine.scheduler": PURE,
-    "kernels_metal": MLX,
+    **dict.fromkeys(BOOKS, PURE),
+    "kernels_metal": MLX | {"kernels_metal"},
     "cache": MLX | {"cache", "kernels_metal"},
     "models": MLX | MLX_LM | {"models", "kernels_metal", "cache.store", "cache.state"},
     "text": {"text", "mlx_lm"},
@@ -48,8 +48,9 @@ ALLOWED: dict[str, set[str]] = {
         "",
     },
     "": {"blas", "engine"},
+    "__main__": {"cli"},
 }
-NEVER_MLX = PLAIN | {"cache.pages", "cache.radix", "cache.prefix", "engine.scheduler"}
+NEVER_MLX = {"errors", "config", "request", "engine.batch", *BOOKS}
 
 
 def _files() -> list[Path]:

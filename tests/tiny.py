@@ -44,6 +44,42 @@ _BASE: dict[str, Any] = {
     "eos_token_id": 257,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+_MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_GATED_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
 _EXTRA: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -62,7 +98,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "phi3": {},
     "cohere2": {"sliding_window": 8, "sliding_window_pattern": 3, "layer_norm_eps": 1e-5, "logit_scale": 1.0},
     "olmo2": {},
-    "olmo3": {"sliding_window": 8},
+    "olmo3": {"sliding_window": 8, "num_hidden_layers": 4},
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": False},
     "granite": {
         "logits_scaling": 1.0,
@@ -83,9 +119,82 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "layer_norm_epsilon": 1e-5,
     },
     "seed_oss": {},
-    "exaone4": {},
-    "llama4_text": {},
-    "deepseek_v3": {},
+    "exaone4": {
+        "rope_scaling": {"rope_type": "default"},
+        "sliding_window": 8,
+        "sliding_window_pattern": "LLG",
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": 128,
+        "no_rope_layers": [1, 1, 0],
+        "use_qk_norm": True,
+    },
+    "glm4_moe": {
+        **_ROUTED,
+        "num_key_value_heads": 2,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+    },
+    "deepseek_v2": {**_MLA, **_ROUTED, "rope_scaling": _YARN},
+    "deepseek_v3": {**_MLA, **_ROUTED, "rope_scaling": _YARN},
+    "qwen3_next": {
+        **_MOE,
+        **_GATED_DELTA,
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "shared_expert_intermediate_size": 32,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_5": {
+        **_GATED_DELTA,
+        "num_hidden_layers": 4,
+        "rope_parameters": {"type": "default", "rope_theta": 1e4},
+    },
+    "lfm2": {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 128,
+        "full_attn_idxs": [1],
+    },
+    "granitemoehybrid": {
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_proj_bias": False,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+        "mamba_n_groups": 1,
+        "mamba_conv_bias": True,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.0, 100.0],
+        "time_step_rank": 8,
+    },
 }
 
 
@@ -100,8 +209,12 @@ def config(kind: str, **overrides: Any) -> dict[str, Any]:
 
 
 def build(kind: str, seed: int = 0, **overrides: Any) -> Any:
-    """mlx-lm's definition of `kind` with seeded random float32 weights, evaluated."""
+    """mlx-lm's definition of `kind` with seeded random float32 weights, evaluated.
+
+    Weights are stirred well beyond their initial size, so that greedy answers do not repeat one token.
+    """
     import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
 
     from mlxserve.models.definitions import find_definition
 
@@ -109,6 +222,12 @@ def build(kind: str, seed: int = 0, **overrides: Any) -> Any:
     module = find_definition(settings)
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(settings))
+    stirred = [
+        (name, value + 0.3 * mx.random.normal(value.shape))
+        for name, value in tree_flatten(model.parameters())
+    ]
+    model.update(tree_unflatten(stirred))
+    model.eval()
     mx.eval(model.parameters())
     return model
 

@@ -102,7 +102,7 @@ class PagePool:
             raise OutOfPages(n, len(free))
         if n <= 0:
             return []
-        pages = free[-n:]
+        pages = free[: -n - 1 : -1]  # ascending where ids are fresh: attention reads runs in place
         del free[-n:]
         for page in pages:
             self._counts[page] = 1

@@ -1,0 +1,7 @@
+"""`python -m mlxserve` is the command `mlxserve`."""
+
+import sys
+
+from mlxserve.cli.main import main
+
+sys.exit(main())

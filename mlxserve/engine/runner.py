@@ -1,0 +1,238 @@
+"""Carries out a batch: makes arrays of it, calls the model once, draws.
+
+Knows: MLX, the model on its pages, tables and settings by slot. Does not know sequences, requests, text,
+or what comes next. Everything here happens on the worker's thread.
+
+The tokens of a step are not read before the next one is built: a position whose token nobody has read
+takes it from the last step's array on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxserve.cache.pages import pages_for
+from mlxserve.engine.batch import Batch
+from mlxserve.engine.sampler import Logprobs, Sampler
+from mlxserve.models.layout import plain_caches
+from mlxserve.models.paged import PagedModel, Step
+from mlxserve.request import TokenLogprob
+
+# Pages or state slots that a pool starts with.
+SMALLEST_ROOM = 8
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward pass on its way: logits (R, V) of the rows to draw from, in the order of the segments."""
+
+    batch: Batch
+    logits: mx.array | None
+    slots: np.ndarray
+    draws: np.ndarray
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens on their way: (R,) int32 on the device; `read` waits for them."""
+
+    batch: Batch
+    tokens: mx.array | None
+    logprobs: Logprobs | None
+
+    def read(self) -> list[int]:
+        return [] if self.tokens is None else self.tokens.tolist()  # type: ignore[return-value]
+
+    def read_logprobs(self) -> dict[int, TokenLogprob]:
+        """By row number, for the rows that asked; to be called after `read`."""
+        found: dict[int, TokenLogprob] = {}
+        if self.logprobs is None or self.tokens is None:
+            return found
+        tokens = self.tokens.tolist()
+        chosen = self.logprobs.chosen.tolist()
+        ids = self.logprobs.top_ids.tolist() if self.logprobs.top_ids is not None else None
+        values = self.logprobs.top_values.tolist() if self.logprobs.top_values is not None else None
+        for i, (row, wanted) in enumerate(zip(self.logprobs.rows, self.logprobs.wanted)):
+            top = tuple(zip(ids[i][:wanted], values[i][:wanted])) if ids and values else ()  # type: ignore[index]
+            found[row] = TokenLogprob(tokens[row], chosen[i], top)  # type: ignore[index, arg-type]
+        return found
+
+
+def _roomier(needed: int, room: int, limit: int) -> int:
+    """The next size of a pool: a quarter more than now, so that growing stays rare, within its limit."""
+    return min(max(needed, room + room // 4, SMALLEST_ROOM), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most ids each pool of arrays may have: pages by group, slots of recurrent state."""
+
+    pages: tuple[int, ...]
+    state_slots: int
+
+
+class SoloModel:
+    """A definition that cannot be paged, with mlx-lm's own caches, one sequence at a time."""
+
+    windows: tuple[int | None, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._caches: list[object] = []
+
+    def forward(self, ids: mx.array, step: Step) -> mx.array:
+        """Logits (R, V); a sequence that starts at 0 gets new caches."""
+        if step.starts[0] == 0:
+            self._caches = plain_caches(self.model)
+        logits = self.model(ids[None], cache=self._caches)[0]  # (L, V)
+        return logits[logits.shape[0] - int(step.wanted[0]) :]
+
+    def arrays(self) -> list[mx.array]:
+        from mlx.utils import tree_flatten
+
+        found = tree_flatten([cache.state for cache in self._caches])  # type: ignore[attr-defined]
+        return [array for _, array in found if isinstance(array, mx.array)]
+
+    def copy_pages(self, group: int, sources: list[int], targets: list[int]) -> None:
+        raise AssertionError("a model without pages copies none")
+
+    def copy_states(self, sources: list[int], targets: list[int]) -> None:
+        raise AssertionError("a model without state slots copies none")
+
+    def reserve(self, group: int, pages: int) -> None:
+        raise AssertionError("a model without pages has no room for them")
+
+    def room(self, group: int) -> int:
+        raise AssertionError("a model without pages has no room for them")
+
+    def reserve_states(self, slots: int) -> None:
+        raise AssertionError("a model without state slots has no room for them")
+
+    def forget(self) -> None:
+        self._caches = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+
+class Runner:
+    """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest."""
+
+    def __init__(
+        self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int, limits: Limits
+    ) -> None:
+        self.model = model
+        self.sampler = Sampler(slots)
+        columns = pages_for(context, page_size) + 1
+        self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
+        self.state_slots = np.zeros(slots, np.int32)
+        self._state_room = 0
+        self._limits = limits
+        self._last: mx.array | None = None  # tokens of the last step
+        self._row_of_slot = np.zeros(slots, np.int32)
+
+    def forward(self, batch: Batch) -> Forward:
+        """Start a step: tables and settings first, then pages copied, the model, checkpoints taken."""
+        self._enter(batch)
+        step, ids, draw_from = self._arrays(batch)
+        logits = self.model.forward(ids, step)
+        if batch.checkpoints:
+            self.model.copy_states(*map(list, zip(*batch.checkpoints)))
+        self._apply(batch.later_pages)
+        slots = np.array([batch.segments[i].slot for i in draw_from], np.int32)
+        draws = np.array([batch.segments[i].draw for i in draw_from], np.int64)
+        wanted = logits if draw_from else None
+        mx.async_eval(*([] if wanted is None else [wanted]), *self.model.arrays())
+        return Forward(batch, wanted, slots, draws)
+
+    def draw(self, forward: Forward, masks: dict[int, np.ndarray]) -> Drawn:
+        """Draw the step's tokens; masks: packed bits of allowed tokens for slots under a grammar."""
+        if forward.logits is None:
+            return Drawn(forward.batch, None, None)
+        tokens, logprobs = self.sampler.draw(forward.logits, forward.slots, forward.draws, masks)
+        mx.async_eval(tokens, *self.sampler.arrays(), *(logprobs.arrays() if logprobs else ()))
+        self._last = tokens
+        self._row_of_slot[forward.slots] = np.arange(len(forward.slots), dtype=np.int32)
+        return Drawn(forward.batch, tokens, logprobs)
+
+    def _enter(self, batch: Batch) -> None:
+        for admission in batch.admitted:
+            self.sampler.admit(admission)
+            if admission.state_slot is not None:
+                self.state_slots[admission.slot] = admission.state_slot
+        self._reserve(batch)
+        self._apply(batch.pages)
+        for group in {group for group, _, _ in batch.copies}:
+            pairs = [(source, target) for g, source, target in batch.copies if g == group]
+            self.model.copy_pages(group, [source for source, _ in pairs], [target for _, target in pairs])
+        if batch.restores:
+            self.model.copy_states(*map(list, zip(*batch.restores)))
+
+    def _reserve(self, batch: Batch) -> None:
+        """Grow the arrays to the ids this step uses for the first time."""
+        for group, limit in enumerate(self._limits.pages):
+            needed = max((page for g, _, _, page in batch.pages if g == group), default=-1) + 1
+            room = self.model.room(group)
+            if needed > room:
+                self.model.reserve(group, _roomier(needed, room, limit))
+        slots = [admission.state_slot for admission in batch.admitted if admission.state_slot is not None]
+        needed = max([*slots, *(target for _, target in batch.checkpoints)], default=-1) + 1
+        if needed > self._state_room:
+            self._state_room = _roomier(needed, self._state_room, self._limits.state_slots)
+            self.model.reserve_states(self._state_room)
+
+    def forget(self) -> None:
+        """Drop what was computed, after a step has failed; tables and settings come with admissions."""
+        self.model.forget()
+        self._last = None
+
+    def _apply(self, changes: list[tuple[int, int, int, int]]) -> None:
+        for group, slot, index, page in changes:
+            self.tables[group][slot, index] = page
+
+    def _arrays(self, batch: Batch) -> tuple[Step, mx.array, list[int]]:
+        """The step's plan, its token ids (T,), and which segments are drawn from."""
+        segments = batch.segments
+        slots = np.array([segment.slot for segment in segments], np.int32)
+        counts = np.array([segment.count for segment in segments], np.int64)
+        draw_from = [i for i, segment in enumerate(segments) if segment.sample]
+        wanted = np.zeros(len(segments), np.int64)
+        wanted[draw_from] = 1
+        starts = np.array([segment.start for segment in segments], np.int64)
+        tables = [self._columns(table, slots, starts, counts) for table in self.tables]
+        step = Step(starts, counts, wanted, tables, self.state_slots[slots])
+        return step, self._ids(batch, slots, counts), draw_from
+
+    def _columns(
+        self, table: np.ndarray, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """(S, MB): the rows of these slots, as wide as the longest of them."""
+        page_size = getattr(self.model, "page_size", 1)
+        return table[slots, : pages_for(int((starts + counts).max()), page_size)]
+
+    def _ids(self, batch: Batch, slots: np.ndarray, counts: np.ndarray) -> mx.array:
+        """(T,) token ids: from the host where known, else from the last step's draw."""
+        host: list[int] = []
+        unknown: list[int] = []
+        sources: list[int] = []
+        for segment in batch.segments:
+            if segment.tokens is None:
+                unknown.append(len(host))
+                sources.append(int(self._row_of_slot[segment.slot]))
+                host.append(0)
+            else:
+                host.extend(segment.tokens)
+        if not unknown:
+            return mx.array(host, mx.int32)
+        assert self._last is not None
+        if len(unknown) == len(host):
+            rows = len(self._last) if sources == list(range(len(sources))) else -1
+            return self._last if rows == len(host) else self._last[mx.array(sources)]
+        ids = mx.array(host, mx.int32)
+        ids[mx.array(unknown)] = self._last[mx.array(sources)]
+        return ids

@@ -1,0 +1,170 @@
+"""The one thread that owns MLX: it builds the engine, runs its loop, and answers from other threads.
+
+Knows: threads, an inbox, the engine's steps. Does not know text, HTTP or asyncio.
+
+MLX's lazy arrays belong to the thread that made them, so everything that touches one happens here: the
+loading of the model too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from mlxserve.engine.engine import Engine, Sink
+from mlxserve.errors import EngineStopped, MlxServeError
+from mlxserve.request import Request
+
+T = TypeVar("T")
+_Task = Callable[[Engine], None]
+
+
+class Worker:
+    """Starts a thread that builds an engine and serves it. `build` runs there; what it raises is raised here.
+
+    on_death: called once, with the error, if the loop cannot go on.
+    """
+
+    def __init__(
+        self, build: Callable[[], Engine], *, on_death: Callable[[BaseException], None] | None = None
+    ) -> None:
+        self._inbox: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._ready: Future[Engine] = Future()
+        self._on_death = on_death
+        self._sinks: dict[str, Sink] = {}
+        self._lock = threading.Lock()
+        self._dead: BaseException | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, args=(build,), name="mlxserve-engine", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._ready.result()
+        except BaseException:
+            self._closed = True
+            raise
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self._dead is None and not self._closed
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request from any thread. `sink` is called on the worker's thread: deltas, or one error."""
+        self._register(request.id, sink)
+        self._inbox.put(lambda engine: self._add(engine, request))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request from any thread, within one step."""
+        self._inbox.put(lambda engine: engine.cancel(request_id))
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Run `work` with the engine between two steps; the future holds what it returns or raises."""
+        future: Future[T] = Future()
+
+        def task(engine: Engine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work(engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._refuse_if_gone()
+        self._inbox.put(task)
+        return future
+
+    def close(self) -> None:
+        """Stop the loop; requests still running get EngineStopped. Returns when the thread has ended."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- on the worker's thread ----------------------------------------------------------------------------
+
+    def _run(self, build: Callable[[], Engine]) -> None:
+        try:
+            engine = build()
+        except BaseException as error:
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(engine)
+        try:
+            self._serve(engine)
+            engine.close()
+            self._tell_all(EngineStopped("The engine was closed before this request was finished."))
+        except BaseException as error:
+            self._die(error)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            idle = not engine.has_work
+            if not self._take_in(engine, wait=idle):
+                return
+            if idle:
+                engine.wake()
+            if engine.has_work:
+                engine.step()
+
+    def _take_in(self, engine: Engine, *, wait: bool) -> bool:
+        """Do what is in the inbox, waiting for the first if there is nothing else to do; False to end."""
+        with contextlib.suppress(queue.Empty):
+            task = self._inbox.get(block=wait)
+            while task is not None:
+                task(engine)
+                task = self._inbox.get_nowait()
+            return False
+        return True
+
+    def _add(self, engine: Engine, request: Request) -> None:
+        sink = self._sinks.get(request.id)
+        if sink is None:
+            return
+        try:
+            engine.add(request, self._watching(request.id, sink))
+        except MlxServeError as error:
+            self._drop(request.id)
+            sink(error)
+
+    def _watching(self, request_id: str, sink: Sink) -> Sink:
+        """`sink`, and the request is forgotten with its last word."""
+
+        def deliver(news: Any) -> None:
+            if isinstance(news, MlxServeError) or news.finish_reason is not None:
+                self._drop(request_id)
+            sink(news)
+
+        return deliver
+
+    # -- who waits for an answer -----------------------------------------------------------------------------
+
+    def _register(self, request_id: str, sink: Sink) -> None:
+        self._refuse_if_gone()
+        with self._lock:
+            self._sinks[request_id] = sink
+
+    def _drop(self, request_id: str) -> None:
+        with self._lock:
+            self._sinks.pop(request_id, None)
+
+    def _refuse_if_gone(self) -> None:
+        if self._dead is not None:
+            raise EngineStopped(f"The engine has stopped ({type(self._dead).__name__}: {self._dead}).")
+        if self._closed:
+            raise EngineStopped("The engine is closed.")
+
+    def _tell_all(self, error: MlxServeError) -> None:
+        with self._lock:
+            sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink(error)
+
+    def _die(self, error: BaseException) -> None:
+        self._dead = error
+        self._tell_all(EngineStopped(f"The engine has stopped ({type(error).__name__}: {error})."))
+        if self._on_death is not None:
+            self._on_death(error)

@@ -1,0 +1,33 @@
+"""The bar that shows a download, on standard error.
+
+Knows: how to draw bytes of bytes on a terminal or in a notebook. Knows nothing of what is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mlxserve.models.transfer import Progress
+
+
+@contextmanager
+def download_bar(title: str) -> Iterator[Progress]:
+    """A callable for (bytes present, bytes in all) that moves a bar; plain lines where there is no terminal.
+
+    Standard output stays untouched, so that a command's answer can be piped.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        print(f"Downloading {title} …", file=sys.stderr)
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=console) as bars:
+        task = bars.add_task(title, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
