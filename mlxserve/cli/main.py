@@ -35,6 +35,7 @@ COMMANDS = {
     "generate": Entry("mlxserve.cli.generate", "generate", "Write text for one or many prompts."),
     "chat": Entry("mlxserve.cli.chat", "chat", "Hold a conversation in the terminal."),
     "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
+    "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
 }
 
