@@ -235,7 +235,9 @@ class Engine:
     def _measure_pace(self, drawn: Drawn, now: float) -> None:
         counts = [segment.count for segment in drawn.batch.segments]
         streams = counts.count(1)
-        self.scheduler.pace.record(sum(counts) - streams, streams, now - max(self._last_commit_s, self._woken_s))
+        self.scheduler.pace.record(
+            sum(counts) - streams, streams, now - max(self._last_commit_s, self._woken_s)
+        )
         self._last_commit_s = now
 
     def wake(self) -> None:
