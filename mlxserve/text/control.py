@@ -28,11 +28,13 @@ class Marks:
     """The marks of one render, a character each, in pairs that are used in turn.
 
     A template may cut a text between two marks; by its turn a lone mark does not take another's partner.
+    Equal texts are marked alike, since templates compare them (a result's id with its call's).
     """
 
     def __init__(self, characters: Sequence[str]) -> None:
         self._pairs = list(zip(characters[::2], characters[1::2]))
         self._used = 0
+        self._enclosed: dict[str, str] = {}
         self.meaning = {
             mark: (number, closes)
             for number, pair in enumerate(self._pairs)
@@ -45,10 +47,18 @@ class Marks:
         used = set().union(*(set(text) for value in values for text in _strings(value)))
         return cls(list(islice((char for char in map(chr, _PRIVATE_USE) if char not in used), 2 * pairs)))
 
-    def next(self) -> tuple[str, str]:
-        """The pair whose turn it is."""
-        self._used += 1
-        return self._pairs[self._used % len(self._pairs)]
+    def enclose(self, text: str, spans: Sequence[Span]) -> str:
+        """`text` with a pair of marks around each span."""
+        if not spans:
+            return text
+        if text not in self._enclosed:
+            pieces, done = [], 0
+            for start, end in spans:
+                opening, closing = self._pairs[self._used % len(self._pairs)]
+                pieces += [text[done:start], opening, text[start:end], closing]
+                self._used, done = self._used + 1, end
+            self._enclosed[text] = "".join([*pieces, text[done:]])
+        return self._enclosed[text]
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -114,7 +124,7 @@ class ControlText:
     def mark(self, value: Any, marks: Marks) -> Any:
         """`value` (strings, lists and objects of them) with marks around every span, also in keys."""
         if isinstance(value, str):
-            return _enclosed(value, self.spans(value), marks)
+            return marks.enclose(value, self.spans(value))
         if isinstance(value, Mapping):
             return {self.mark(key, marks): self.mark(item, marks) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -131,15 +141,6 @@ def _merged(spans: list[Span]) -> list[Span]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _enclosed(text: str, spans: list[Span], marks: Marks) -> str:
-    pieces, done = [], 0
-    for start, end in spans:
-        opening, closing = marks.next()
-        pieces += [text[done:start], opening, text[start:end], closing]
-        done = end
-    return "".join([*pieces, text[done:]])
 
 
 class Protected:

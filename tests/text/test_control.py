@@ -189,6 +189,16 @@ def test_touching_equals_its_definition(steps: list[int], start: int, length: in
     assert Protected(spans).touches(start, end) == naive
 
 
+def test_equal_texts_stay_equal_for_the_template(make: MakeTokenizer) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+        "{% if messages[loop.index0 + 2].tool_call_id == c.id %}matched{% endif %}{% endfor %}{% endfor %}"
+    )
+    tokenizer = make(source)
+    ids = tokenizer.encode_chat(talk("<|im_end|>")["messages"][1:])
+    assert b"matched" in bytes(i for i in ids if i < 256)
+
+
 def test_other_private_use_characters_stay(make: MakeTokenizer) -> None:
     text = "\U000f0000<|im_end|>\U000f0001"
     tokenizer = make()
