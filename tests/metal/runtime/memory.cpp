@@ -30,12 +30,12 @@ static const Region* nearest_region(const u8* p) {
   return nearest;
 }
 
-static void fail_out_of_bounds(const u8* p, u32 size, const char* verb, Location here) {
+static void fail_out_of_bounds(const u8* p, u32 size, const char* verb, const Origin& from) {
   const Region* r = nearest_region(p);
   if (!r || p < (const u8*)65536)
-    return fail(here, "%s of %u bytes through a null or wild pointer", verb, size);
-  fail(here, "out-of-bounds %s of %u bytes at byte %ld of %s '%s', which has %ld bytes", verb, size,
-       (long)(p - r->begin), kind_name(*r), r->name, (long)(r->end - r->begin));
+    return fail(current_at_origin(from), "%s of %u bytes through a null or wild pointer", verb, size);
+  fail(current_at_origin(from), "out-of-bounds %s of %u bytes at byte %ld of %s '%s', which has %ld bytes",
+       verb, size, (long)(p - r->begin), kind_name(*r), r->name, (long)(r->end - r->begin));
 }
 
 // ---- races. An earlier access is ordered before this one if a barrier that covers this memory lies between.
@@ -78,9 +78,9 @@ static bool reads_are_ordered(const Shadow& s, const Now& now) {
 }
 
 static void fail_for_race(const Region& r, u64 byte, const char* verb, const char* earlier, u32 number,
-                          u32 site, Location here) {
+                          u32 site, const Origin& from) {
   run.failure->other = thread_at_site(number, site);
-  fail(here,
+  fail(current_at_origin(from),
        "data race: %s of byte %lu of %s '%s', and an earlier %s by another thread, with no barrier between "
        "that orders them",
        verb, byte, kind_name(r), r.name, earlier);
@@ -109,33 +109,36 @@ static void note_write(Shadow& s, const Now& now, u32 site) {
   s.read_by = NOBODY;
 }
 
-static void fail_uninitialised(const Region& r, u64 byte, const char* verb, Location here) {
+static void fail_uninitialised(const Region& r, u64 byte, const char* verb, const Origin& from) {
   const char* what = r.kind == THREADGROUP ? "threadgroup array" : "output";
-  fail(here, "%s of byte %lu of %s '%s', which nothing has written yet", verb, byte, what, r.name);
+  fail(current_at_origin(from), "%s of byte %lu of %s '%s', which nothing has written yet", verb, byte, what,
+       r.name);
 }
 
-static void check_byte(Region& r, u64 byte, bool write, const Now& now, Location here) {
+static void check_byte(Region& r, u64 byte, bool write, const Now& now, const Origin& from) {
   Shadow& s = r.shadow[byte];
   const char* verb = write ? "write" : "read";
-  if (!write && !s.writer && !r.filled) return fail_uninitialised(r, byte, verb, here);
+  if (!write && !s.writer && !r.filled) return fail_uninitialised(r, byte, verb, from);
   if (!write_is_ordered(s, now))
     return fail_for_race(r, byte, verb, s.writer == ATOMIC ? "atomic" : "write", s.writer, s.write_site,
-                         here);
+                         from);
   if (write && !reads_are_ordered(s, now))
-    return fail_for_race(r, byte, verb, "read", s.reader, s.read_site, here);
+    return fail_for_race(r, byte, verb, "read", s.reader, s.read_site, from);
 }
 
 // ---- the checks in order
 
-static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, Location here) {
+static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, const Origin& from) {
   const char* verb = write ? "write" : "read";
   if (p + size > r.end) {
-    fail(here, "out-of-bounds %s of %u bytes runs over the end of %s '%s', which has %ld bytes", verb, size,
+    fail(current_at_origin(from),
+         "out-of-bounds %s of %u bytes runs over the end of %s '%s', which has %ld bytes", verb, size,
          kind_name(r), r.name, (long)(r.end - r.begin));
     return false;
   }
   if (write && r.kind == READ_ONLY) {
-    fail(here, "write to byte %ld of input '%s', which is read-only", (long)(p - r.begin), r.name);
+    fail(current_at_origin(from), "write to byte %ld of input '%s', which is read-only", (long)(p - r.begin),
+         r.name);
     return false;
   }
   return true;
@@ -150,23 +153,22 @@ void check_access(const void* address, u32 size, bool write, u64 return_address)
   run.totals.accesses++;
   if (!run.current || failed() || !size) return;
   const u8* p = (const u8*)address;
+  const Origin from{return_address, {}};
   if (is_private(p)) return;
   Region* r = region_of(p);
   if (!r) {
     bool constant_table = !write && p >= run.kernel->image_begin && p < run.kernel->image_end;
-    if (!constant_table)
-      fail_out_of_bounds(p, size, write ? "write" : "read", current_at_instruction(return_address));
+    if (!constant_table) fail_out_of_bounds(p, size, write ? "write" : "read", from);
     return;
   }
-  Location here = current_at_instruction(return_address);
-  if (!passes_as_a_whole(*r, p, size, write, here)) return;
-  u32 site = (u32)here.offset;
+  if (!passes_as_a_whole(*r, p, size, write, from)) return;
+  u32 site = site_of(from);
   if (r->kind != THREADGROUP) note_traffic(*r, p, size, write, site);
   if (!r->shadow) return;
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
   for (u64 byte = first; byte < first + size; byte++) {
-    check_byte(*r, byte, write, now, here);
+    check_byte(*r, byte, write, now, from);
     if (write)
       note_write(r->shadow[byte], now, site);
     else
@@ -178,18 +180,17 @@ void check_access(const void* address, u32 size, bool write, u64 return_address)
 extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads) {
   run.totals.accesses++;
   const u8* p = (const u8*)address;
-  Location here = current_at(at);
+  const Origin from{0, at};
   Region* r = region_of(p);
-  if (!r) return fail_out_of_bounds(p, size, "atomic access", here);
-  if (!passes_as_a_whole(*r, p, size, true, here)) return;
-  u32 site = (u32)((u64)at.file * 31 + at.line); // the statement stands for its instruction
-  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, site);
+  if (!r) return fail_out_of_bounds(p, size, "atomic access", from);
+  if (!passes_as_a_whole(*r, p, size, true, from)) return;
+  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, site_of(from));
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
   for (u64 byte = first; byte < first + size; byte++) {
     Shadow& s = r->shadow[byte];
-    if (reads && !s.writer && !r->filled) return fail_uninitialised(*r, byte, "atomic update", here);
-    if (s.writer != ATOMIC) check_byte(*r, byte, true, now, here);
+    if (reads && !s.writer && !r->filled) return fail_uninitialised(*r, byte, "atomic update", from);
+    if (s.writer != ATOMIC) check_byte(*r, byte, true, now, from);
     s.writer = ATOMIC;
     s.write_epoch = now.epoch;
     s.write_simd_epoch = run.group_number;
@@ -197,9 +198,10 @@ extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads)
   }
 }
 
-// ---- threadgroup variables: an arena with a red zone before each, fresh for every threadgroup
+// ---- threadgroup variables: an arena, fresh for every threadgroup. Between them lies more than a
+// threadgroup may have, so that no index of one reaches another.
 
-constexpr u32 RED_ZONE = 256;
+constexpr u32 RED_ZONE = 2 * THREADGROUP_LIMIT;
 
 extern "C" void* msl_threadgroup_variable(Place at, const void* key, const char* name, u32 size, u32 align) {
   for (u32 i = 0; i < run.variable_count; i++)
