@@ -43,7 +43,7 @@ class Process:
     def stream(self) -> socket.socket:
         """A running stream, its first words read."""
         body = json.dumps(CHAT).encode()
-        line = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        line = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         line.sendall(head.encode() + body)
         seen = b""
@@ -52,7 +52,7 @@ class Process:
         return line
 
     def ended(self) -> int:
-        return self.child.wait(20)
+        return self.child.wait(60)
 
 
 @contextlib.contextmanager
