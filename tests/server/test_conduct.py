@@ -142,7 +142,7 @@ def test_case_22_others_go_on(server: RunningServer, http: httpx.Client, stub: S
 
 def test_case_22_a_dead_engine_shows() -> None:
     engine = StubEngine()
-    with running(engine) as server, httpx.Client(base_url=server.url) as http:
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
         post(http, "openai")
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/ready").status_code == 200
@@ -220,7 +220,7 @@ def test_a_slow_reader_blocks_nobody_and_is_given_up() -> None:
     engine = StubEngine()
     with (
         running(engine, write_timeout_s=0.5, heartbeat_s=0.2) as server,
-        httpx.Client(base_url=server.url, verify=False) as http,
+        httpx.Client(base_url=server.url, timeout=60, verify=False) as http,
     ):
         # More than sockets take: 200 MB, of which nothing is read.
         engine.script = [Delta("x" * 100_000, (1,))] * 2000
