@@ -271,6 +271,30 @@ def test_a_tool_that_must_be_called(http: httpx.Client, choice: Any) -> None:
     assert answer["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_strict_tools_conform_even_where_the_model_is_free(
+    http: httpx.Client, strict: bool, seed: int
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"level": {"enum": ["low", "high"]}, "on": {"type": "boolean"}},
+        "required": ["level", "on"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "set", "parameters": parameters, "strict": strict}}
+    opening = tiny.VOCAB - 32 + 4  # <tool_call>
+    assert tiny.BYTE_SPECIALS[4] == "<tool_call>"
+    answer = chat(
+        http, tools=[tool], logit_bias={str(opening): 30}, max_tokens=150, temperature=1, seed=seed
+    )["choices"][0]
+    calls = answer["message"].get("tool_calls", [])
+    for call in calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+    if strict:  # the opening mark was all but certain, and then the grammar held
+        assert calls
+
+
 def test_logprobs(http: httpx.Client) -> None:
     answer = chat(http, logprobs=True, top_logprobs=3, max_tokens=5, temperature=0)
     entries = answer["choices"][0]["logprobs"]["content"]
