@@ -41,7 +41,7 @@ def strict_grammar(tools: Tools, reply: ReplyFormat, added: Mapping[str, int]) -
 
     None for dialects that write calls in another way than as JSON between two marks.
     """
-    dialect = reply.dialect
+    dialect = reply.dialects[0]
     if reply.harmony or dialect.payload != "json" or dialect.each or not (dialect.start and dialect.end):
         return None
     functions = [tool["function"] for tool in tools.offered]
