@@ -297,6 +297,8 @@ def test_a_model_without_attention_reuses_checkpoints() -> None:
     desk.write(talk(0, 50), state=True)
     assert desk.found(talk(0, 60)) == 50
     assert desk.tree.match("base", talk(0, 60)).shared == []
+    desk.write(talk(0, 40))  # without a checkpoint there is nothing to keep
+    assert (desk.tree.tokens_held, desk.tree.stats.nodes) == (50, 1)
     assert desk.tree.evict_states(5) == 1
     assert desk.tree.tokens_held == 0
 

@@ -22,7 +22,7 @@ from mlxserve.cache.radix import Cursor, Node
 Prefix = tuple[str, tuple[int, ...]]
 # Conversations to take prompts and answers from: the same for a while, then apart inside a page.
 TALKS = [[0] * 60, [0, 1] * 30, [0, 1, 1, 0, 1] + [2, 0, 1] * 20, ([0] * 9 + [1]) * 6]
-TALK = st.sampled_from(TALKS)
+TALK = st.integers(0, len(TALKS) - 1)
 TWIST = st.none() | st.integers(0, 2)
 
 
@@ -32,7 +32,7 @@ class Sequence:
     tokens: list[int]
     tables: list[list[int]]
     cursor: Cursor
-    talk: list[int]
+    talk: int
     inserted: int = 0
     pending: list[int] = field(default_factory=list)
 
@@ -68,17 +68,17 @@ class Lives(RuleBasedStateMachine):
     # -- what sequences do ----------------------------------------------------------------------------
 
     @rule(key=st.sampled_from("aab"), talk=TALK, n=st.integers(1, 40), twist=TWIST, spare=st.integers(0, 2))
-    def start(self, key: str, talk: list[int], n: int, twist: int | None, spare: int) -> None:
-        prompt = talk[:n] if twist is None else [*talk[: n - 1], twist]
+    def start(self, key: str, talk: int, n: int, twist: int | None, spare: int) -> None:
+        prompt = TALKS[talk][:n] if twist is None else [*TALKS[talk][: n - 1], twist]
         self._start(key, prompt, max(0, n - spare), talk)
 
     @rule(key=st.sampled_from("ab"), talk=TALK, n=st.integers(1, 40))
-    def start_and_think_better_of_it(self, key: str, talk: list[int], n: int) -> None:
-        match = self.tree.acquire(key, talk, n)
-        self._judge(match, key, talk, n)
+    def start_and_think_better_of_it(self, key: str, talk: int, n: int) -> None:
+        match = self.tree.acquire(key, TALKS[talk], n)
+        self._judge(match, key, TALKS[talk], n)
         self.tree.abandon(match)
 
-    def _start(self, key: str, prompt: list[int], limit: int, talk: list[int]) -> None:
+    def _start(self, key: str, prompt: list[int], limit: int, talk: int) -> None:
         match = self.tree.acquire(key, prompt, limit)
         self._judge(match, key, prompt, limit)
         assert match.cursor is not None
@@ -122,7 +122,7 @@ class Lives(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, n: int, twist: int | None, insert: bool) -> None:
         sequence = data.draw(st.sampled_from(self.running))
         at = len(sequence.tokens)
-        tokens = sequence.pending[:n] or sequence.talk[at : at + n]
+        tokens = sequence.pending[:n] or TALKS[sequence.talk][at : at + n]
         if twist is not None and not sequence.pending:
             tokens[-1:] = [twist]
         for token in tokens:
@@ -258,8 +258,8 @@ class Lives(RuleBasedStateMachine):
         n=st.integers(0, 40),
         tail=st.lists(st.integers(0, 2), max_size=5),
     )
-    def look_up(self, key: str, talk: list[int], n: int, tail: list[int]) -> None:
-        prompt = talk[:n] + tail
+    def look_up(self, key: str, talk: int, n: int, tail: list[int]) -> None:
+        prompt = TALKS[talk][:n] + tail
         self._judge(self.tree.match(key, prompt), key, prompt, len(prompt))
 
     @precondition(lambda self: self.running)
