@@ -11,8 +11,8 @@ import pytest
 
 from mlxserve.errors import UsageError
 from mlxserve.kernels_metal import paged_attention as paged
-from mlxserve.kernels_metal.plan import AttentionPlan, Pages, QuantisedPages
-from tests.kernels_metal.paged import Problem, attend, pack, problem
+from mlxserve.kernels_metal.plan import Pages, QuantisedPages
+from tests.kernels_metal.paged import Problem, attend, check_traffic, pack, problem
 from tests.metal import harness
 
 SCALE = 0.125
@@ -45,37 +45,8 @@ def run(
     )
     truth = attend(rounded.q, rounded.k_pages, rounded.v_pages, rounded.plan, SCALE, sinks, softcap)
     np.testing.assert_allclose(result.outputs[0], truth, atol=TOLERANCE[dtype])
-    check_traffic(result, case, dtype.size * case.k_pages.shape[-1], dtype.size * case.v_pages.shape[-1])
+    check_traffic(result, case.plan, q.shape[1], k_pages, v_pages)
     return result
-
-
-def check_traffic(result: harness.Result, case: Problem, key_bytes: float, value_bytes: float) -> None:
-    """Each launch reads each key and value that its tasks see once a K/V head. Bytes are a head's, a key."""
-    group = case.q.shape[1] // case.k_pages.shape[2]
-    for name, queries in (("paged_decode", paged.DECODE_QUERIES), ("paged_prefill", paged.TILE_QUERIES)):
-        launches = [launch for launch in result.launches if launch.name.startswith(name)]
-        keys = sum(keys_seen(case.plan, s, group, queries) for s in served(case.plan, group, name))
-        for launch in launches:
-            for side, size in (("k", key_bytes), ("v", value_bytes)):
-                buffers = [t for n, t in launch.counters.traffic.items() if n.split("_")[0] == side]
-                least = keys * case.k_pages.shape[2] * size
-                assert sum(buffer.read for buffer in buffers) <= 1.05 * least
-            assert launch.counters.threadgroup_bytes <= paged.THREADGROUP_BYTES
-
-
-def served(plan: AttentionPlan, group: int, name: str) -> list[int]:
-    few = [count * group <= paged.DECODE_QUERIES for count in plan.counts]
-    return [s for s, count in enumerate(plan.counts) if count and few[s] == (name == "paged_decode")]
-
-
-def keys_seen(plan: AttentionPlan, s: int, group: int, queries: int) -> int:
-    """Keys that the tasks of segment s see, a key once a task."""
-    total = 0
-    for pair in range(0, plan.counts[s] * group, queries):
-        last = min(pair + queries, plan.counts[s] * group) - 1
-        first = plan.first_key(plan.starts[s] + pair // group)
-        total += plan.starts[s] + last // group + 1 - first
-    return total
 
 
 @pytest.mark.parametrize(("dtype", "order"), CASES)
@@ -209,15 +180,7 @@ def check_packed(
     result = harness.run(paged.paged_attention, q, keys[0], values[0], plan, scale=SCALE, order=order)
     truth = attend(np.array(q.astype(mx.float32)), keys[1], values[1], plan, SCALE)
     np.testing.assert_allclose(result.outputs[0], truth, atol=TOLERANCE[dtype])
-    check_traffic(result, case, bytes_of(keys[0]), bytes_of(values[0]))
-
-
-def bytes_of(pages: Pages) -> float:
-    """Of one head's key or value."""
-    size = pages.shape[3]
-    if not isinstance(pages, QuantisedPages):
-        return size * pages.dtype.size
-    return size * pages.bits / 8 + size / pages.group_size * 2 * pages.dtype.size
+    check_traffic(result, plan, q.shape[1], keys[0], values[0])
 
 
 def test_decode_waits_nowhere_in_its_loop_and_prompts_twice_a_block() -> None:
