@@ -27,16 +27,26 @@ _ALWAYS_END = (
     "<|call|>",
     "<|endofturn|>",
 )
-_QUESTION, _ANSWER = "probe question", "probe answer"
+_ANSWER = "probe answer"
+_TALK = (
+    {"role": "user", "content": "probe question"},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": "probe reply"},
+)
 
 
-def end_of_turn_tokens(template: ChatTemplate, added_tokens: Collection[str]) -> set[str]:
-    """Added tokens that a turn of the assistant ends with, from a list and from a probe of the template."""
-    found = {token for token in _ALWAYS_END if token in added_tokens and token in template.source}
-    if _is_harmony(template.source):
-        return found
-    probed = _token_after_answer(template, added_tokens)
-    return found | {probed} if probed else found
+def end_of_turn_tokens(
+    template: ChatTemplate, added_tokens: Collection[str], special: Collection[str]
+) -> set[str]:
+    """Added tokens that a turn of the assistant ends with: known ones, else what a probe of the template shows.
+
+    The probe counts only tokens that are `special`.
+    """
+    known = {token for token in _ALWAYS_END if token in added_tokens and token in template.source}
+    if known or _is_harmony(template.source):
+        return known
+    probed = _behind_answer(template, special)
+    return {probed} if probed else set()
 
 
 def _is_harmony(source: str) -> bool:
@@ -44,20 +54,15 @@ def _is_harmony(source: str) -> bool:
     return "<|channel|>" in source and "<|return|>" in source
 
 
-def _token_after_answer(template: ChatTemplate, added_tokens: Collection[str]) -> str | None:
-    """The added token right behind an answer, if only white space or another added token follows it.
+def _behind_answer(template: ChatTemplate, tokens: Collection[str]) -> str | None:
+    """The first of the tokens in a row behind an answer: its end, or the beginning of the next turn.
 
-    A marker with words behind it is part of a larger structure and ends nothing by itself.
+    A token with a word right behind it is part of a larger structure and ends nothing by itself.
     """
     try:
-        rendered = template.render(
-            [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}],
-            add_generation_prompt=False,
-        )
+        rendered = template.render(_TALK, add_generation_prompt=False)
     except MlxServeError:
         return None
-    _, found, rest = rendered.rpartition(_ANSWER)
-    visible = sorted((token for token in added_tokens if token.strip()), key=len, reverse=True)
-    pattern = "|".join(map(re.escape, visible)) or "(?!)"
-    match = re.fullmatch(rf"\s*({pattern})\s*((?:{pattern}).*)?", rest, re.DOTALL) if found else None
-    return match[1] if match else None
+    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+    row = re.search(rf"{re.escape(_ANSWER)}((?:\s*(?:{pattern})(?!\w))+)", rendered)
+    return re.findall(pattern, row[1])[0] if row else None

@@ -9,6 +9,7 @@ markers do. And a chat begins with one BOS, whether template or tokenizer puts i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlxserve.errors import UsageError
 from mlxserve.text.abilities import Abilities, probe
-from mlxserve.text.control import ControlText, Marks, Span, touches, unmark
+from mlxserve.text.control import ControlText, Marks, Protected, unmark
 from mlxserve.text.detokenize import BackendDetokenizer, ByteDetokenizer, Detokenizer
 from mlxserve.text.eos import end_of_turn_tokens
 from mlxserve.text.formats import ReplyFormat, recognise, visible_markers
@@ -89,8 +90,10 @@ class Tokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends a generation: the given ones, and those the template ends turns with."""
         found = set(self._given_eos)
+        special = {self._added[i].content for i in self.special_ids}
         for template in self._compiled.values():
-            found |= {self.added_tokens[token] for token in end_of_turn_tokens(template, self.added_tokens)}
+            ends = end_of_turn_tokens(template, self.added_tokens, special)
+            found |= {self.added_tokens[token] for token in ends}
         return frozenset(found)
 
     @cached_property
@@ -231,12 +234,12 @@ class Tokenizer:
         for images, ModelInvalid for a broken template.
         """
         template = self.template_for(bool(tools))
-        suited, suited_tools = suit(messages, tools, self.abilities(bool(tools)), template.source)
+        suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
         return template.render(
-            suited,
-            tools=suited_tools,
+            suited.messages,
+            tools=suited.tools,
             add_generation_prompt=add_generation_prompt,
-            variables=template_kwargs,
+            variables={**suited.variables, **(template_kwargs or {})},
         )
 
     def encode_chat(
@@ -253,13 +256,14 @@ class Tokenizer:
         characters are encoded as ordinary text.
         """
         template = self.template_for(bool(tools))
-        suited, suited_tools = suit(messages, tools, self.abilities(bool(tools)), template.source)
-        marks = Marks.absent_from(template.source, suited, suited_tools, template_kwargs)
+        suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
+        variables = {**suited.variables, **(template_kwargs or {})}
+        marks = Marks.absent_from(template.source, suited.messages, suited.tools, variables)
         rendered = template.render(
-            [self._marked_message(message, marks) for message in suited],
-            tools=self._control.mark(suited_tools, marks),
+            [self._marked_message(message, marks) for message in suited.messages],
+            tools=self._control.mark(suited.tools, marks),
             add_generation_prompt=add_generation_prompt,
-            variables=self._control.mark(dict(template_kwargs or {}), marks),
+            variables=self._control.mark(variables, marks),
         )
         ids = self._encode_rendered(*unmark(rendered, marks))
         return ids if self.bos_token_id in ids else self._with_bos(ids)
@@ -272,29 +276,31 @@ class Tokenizer:
         rest = {key: value for key, value in message.items() if key != "role"}
         return {"role": message["role"], **self._control.mark(rest, marks)}
 
-    def _encode_rendered(self, text: str, protected: list[Span]) -> list[int]:
+    def _encode_rendered(self, text: str, protected: Protected) -> list[int]:
         """The ids of a render in which no control token may touch a protected span.
 
         Only stretches between control tokens that hold a forbidden one are encoded anew.
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
-        if not protected:
-            return encoding.ids
+        all_ids: list[int] = encoding.ids
+        if not protected.spans:
+            return all_ids
         kept: list[tuple[int, int, int]] = []  # index of the id, start and end in characters
-        forbidden: list[tuple[int, int, int]] = []
-        for index, (token_id, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets)):
+        forbidden: list[int] = []
+        for index, (token_id, (start, end)) in enumerate(zip(all_ids, encoding.offsets)):
             if token_id in self._added and self._added[token_id].content.strip():
-                (forbidden if touches(protected, start, end) else kept).append((index, start, end))
-        if not forbidden:
-            return encoding.ids
+                if protected.touches(start, end):
+                    forbidden.append(index)
+                else:
+                    kept.append((index, start, end))
         ids: list[int] = []
         done, position = 0, 0  # in ids, in characters
-        for index, start, end in [*kept, (len(encoding.ids), len(text), len(text))]:
-            if any(done <= hit < index for hit, _, _ in forbidden):
+        for index, start, end in [*kept, (len(all_ids), len(text), len(text))]:
+            if bisect_left(forbidden, done) < bisect_left(forbidden, index):
                 ids += self._plain.encode(text[position:start], first=position == 0)
             else:
-                ids += encoding.ids[done:index]
-            ids += encoding.ids[index : index + 1]
+                ids += all_ids[done:index]
+            ids += all_ids[index : index + 1]
             done, position = index + 1, end
         return ids
 

@@ -85,7 +85,7 @@ def decode_runs() -> None:
 
 def prefill_runs() -> None:
     check(paged.prefill, "chunk", "forward")
-    check(paged.prefill, "windowed chunk", "reverse", bits=4, splits=2, sinks=SINKS)
+    check(paged.prefill, "windowed chunk", "reverse", bits=4, splits=3, sinks=SINKS)
 
 
 def reduce_runs() -> None:
