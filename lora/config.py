@@ -71,7 +71,8 @@ class TrainConfig:
 
     steps: stop after so many optimiser steps; null trains `epochs`. warmup: a share of all steps below 1,
     else a number of steps. clip: the gradient's norm at most, 0 for no clipping. loss_chunk: rows of the
-    head computed at a time. objective: sft, or dpo/orpo on preference rows with `beta`.
+    head computed at a time. compile: fuse each step's operations; auto does on an accelerator, where no C++
+    compiler runs for it. objective: sft, or dpo/orpo on preference rows with `beta`.
     """
 
     objective: Literal["sft", "dpo", "orpo"] = "sft"
@@ -92,7 +93,7 @@ class TrainConfig:
     clip: float = 1.0
     checkpointing: bool | Literal["auto"] = "auto"
     loss_chunk: int | Literal["auto"] = "auto"
-    compile: bool = True
+    compile: bool | Literal["auto"] = "auto"
     seed: int = 0
 
 

@@ -97,7 +97,7 @@ class DoRALinear(LoRALinear):
         y = self.linear(x)
         if not self._enabled:
             return y
-        bias = self.linear["bias"] if "bias" in self.linear else None
+        bias = self.linear.get("bias")
         product = (y if bias is None else y - bias) + self._update(x)
         norm = mx.linalg.norm(mx.stop_gradient(LoRALinear.merged(self)), axis=1)
         y = (self.m / norm).astype(x.dtype) * product

@@ -87,7 +87,7 @@ def _training_head(losses_of: Callable[..., mx.array], chunk: int) -> Callable[.
                 lambda r, *w, t=wanted: losses_of(r, t, *w), [rows, *weights], [part]
             )
             gradients.append(for_rows)
-            sums = [total + more for total, more in zip(sums, for_weights)]
+            sums[:] = [total + more for total, more in zip(sums, for_weights)]
         return mx.concatenate(gradients), mx.zeros_like(targets), *sums
 
     return run
