@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from mlxserve.lora.config import RunConfig, TrainConfig
 
@@ -141,7 +141,9 @@ class Optimizer:
             made.learning_rate = rate * factor
             chosen = _keyed({name: gradients[name] for name in names})
             new = made.apply_gradients(chosen, _keyed({name: parameters[name] for name in names}))
-            updated |= {name: new[_key(name)] for name in names}
+            # row order always, as files have it: another layout rounds otherwise, and a resumed run differs
+            updated |= {name: mx.contiguous(new[_key(name)]) for name in names}
+            made.state = tree_map(mx.contiguous, made.state)
         return updated
 
     def state(self) -> Arrays:
