@@ -82,7 +82,7 @@ def _numbers(event: Event) -> dict[str, float]:
 
 def _tensorboard(folder: Path) -> Watch:
     try:
-        from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
+        from tensorboardX import SummaryWriter
     except ImportError as error:
         raise DependencyMissing("log.to=tensorboard needs: pip install tensorboardX.") from error
     writer = SummaryWriter(str(folder / "tensorboard"))
@@ -98,7 +98,7 @@ def _tensorboard(folder: Path) -> Watch:
 
 def _wandb(folder: Path, settings: dict[str, Any]) -> Watch:
     try:
-        import wandb  # type: ignore[import-not-found]
+        import wandb
     except ImportError as error:
         raise DependencyMissing("log.to=wandb needs: pip install wandb.") from error
     run = wandb.init(dir=str(folder), config=settings)

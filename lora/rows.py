@@ -138,7 +138,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        import pyarrow.parquet as parquet  # type: ignore[import-not-found]
+        import pyarrow.parquet as parquet
     except ImportError as error:
         raise DependencyMissing(f"{path.name} needs the package pyarrow: pip install pyarrow.") from error
     yield from enumerate(parquet.read_table(path).to_pylist(), 1)
