@@ -42,7 +42,8 @@ def schedule(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
 
 def clip_by_norm(gradients: Arrays, limit: float) -> tuple[Arrays, mx.array]:
     """(gradients scaled so that their joint norm is at most `limit`, the norm before); 0 does not clip."""
-    norm = mx.sqrt(sum((mx.square(g.astype(mx.float32)).sum() for g in gradients.values()), mx.array(0.0)))
+    ordered = (gradients[name].astype(mx.float32) for name in sorted(gradients))  # one order, one rounding
+    norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in ordered), mx.array(0.0)))
     if not limit:
         return gradients, norm
     factor = mx.minimum(1.0, limit / (norm + 1e-6))
@@ -144,7 +145,7 @@ class Optimizer:
             # row order always, as files have it: another layout rounds otherwise, and a resumed run differs
             updated |= {name: mx.contiguous(new[_key(name)]) for name in names}
             made.state = tree_map(mx.contiguous, made.state)
-        return updated
+        return {name: updated[name] for name in parameters}
 
     def state(self) -> Arrays:
         """Everything that a resumed run needs, by name."""
