@@ -186,7 +186,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _arrays(path: Path) -> dict[str, mx.array]:
     try:
-        arrays = mx.load(str(path))
+        arrays: Any = mx.load(str(path))
     except RuntimeError as error:
         raise ModelInvalid(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not arrays:

@@ -125,7 +125,7 @@ def read_checkpoint(path: Path) -> tuple[State, dict[str, mx.array]]:
     """(state, the optimiser's arrays). Raises UsageError for a folder that is no checkpoint of ours."""
     try:
         values: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        arrays = mx.load(str(path / OPTIMIZER))
+        arrays: Any = mx.load(str(path / OPTIMIZER))
         return State(**values), dict(arrays)
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{path} is no whole checkpoint: {error}.", param="resume") from error

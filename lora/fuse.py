@@ -68,8 +68,8 @@ def _float_dtype(base: nn.Module) -> mx.Dtype:
 
 
 def _drift(fused: mx.array, exact: mx.array, change: mx.array) -> float:
-    size = mx.linalg.norm(change.reshape(-1)).item()
-    off = mx.linalg.norm((fused.astype(mx.float32) - exact).reshape(-1)).item()
+    size = float(mx.linalg.norm(change.reshape(-1)))
+    off = float(mx.linalg.norm((fused.astype(mx.float32) - exact).reshape(-1)))
     return off / size if size else 0.0
 
 

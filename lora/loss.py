@@ -49,7 +49,8 @@ def chunked_losses(
 def _frozen_head(losses_of: Callable[..., mx.array], chunk: int) -> Callable[..., Any]:
     @mx.custom_function
     def run(hidden: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-        losses, gradients = [], []
+        losses: list[mx.array] = []
+        gradients: list[mx.array] = []
         for rows, wanted in _chained(hidden, targets, chunk, lambda: [losses[-1], gradients[-1]]):
             loss, gradient = mx.vjp(
                 lambda r, w=wanted: losses_of(r, w), [rows], [mx.ones(rows.shape[0], mx.float32)]
@@ -83,11 +84,9 @@ def _training_head(losses_of: Callable[..., mx.array], chunk: int) -> Callable[.
         for rows, wanted in _chained(hidden, targets, chunk, lambda: [gradients[-1], *sums]):
             part = cotangent[start : start + rows.shape[0]]
             start += rows.shape[0]
-            _, (for_rows, *for_weights) = mx.vjp(
-                lambda r, *w, t=wanted: losses_of(r, t, *w), [rows, *weights], [part]
-            )
-            gradients.append(for_rows)
-            sums[:] = [total + more for total, more in zip(sums, for_weights)]
+            _, found = mx.vjp(lambda r, *w, t=wanted: losses_of(r, t, *w), [rows, *weights], [part])
+            gradients.append(found[0])
+            sums[:] = [total + more for total, more in zip(sums, found[1:])]
         return mx.concatenate(gradients), mx.zeros_like(targets), *sums
 
     return run

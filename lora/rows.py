@@ -51,7 +51,7 @@ class Row:
 
 def read_rows(path: Path, config: DataConfig) -> list[Row]:
     """All rows of one file. Raises UsageError naming file and line for the first bad one."""
-    rows = []
+    rows: list[Row] = []
     for where, values in _records(path):
         if config.limit is not None and len(rows) >= config.limit:
             break

@@ -103,7 +103,14 @@ def _peft(folder: Path, prefix: str = "base_model.model.", **config: Any) -> tup
         ({}, 1.5),
         ({"use_rslora": True}, 12.0),
         ({"alpha_pattern": {"q_proj": 32}}, 0.5),
-        ({"r": 8, "rank_pattern": {"layers.0.self_attn.q_proj": 64}, "alpha_pattern": {r".*\.q_proj": 128}}, 2.0),
+        (
+            {
+                "r": 8,
+                "rank_pattern": {"layers.0.self_attn.q_proj": 64},
+                "alpha_pattern": {r".*\.q_proj": 128},
+            },
+            2.0,
+        ),
     ],
 )
 def test_case_52_square_factors_are_transposed_and_scaled(

@@ -85,7 +85,9 @@ def test_packing_again_tells_its_drift(tmp_path: Path) -> None:
     modules = dict(base.model.named_modules())
     for row in report:
         layer = modules[row.path]
-        weight = np.array(mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits))
+        weight = np.array(
+            mx.dequantize(layer.weight, layer.scales, layer.biases, layer.group_size, layer.bits)
+        )
         drift = np.linalg.norm(weight - exact[row.path]) / np.linalg.norm(change[row.path])
         assert row.drift == pytest.approx(drift, rel=1e-3) and row.form == "4 bits"
     assert max(row.drift for row in report) > 0.5

@@ -18,9 +18,7 @@ from tests import tiny
 
 def _plan(kind: str = "llama", *, checkpointing: bool = False, **sections: Any) -> Plan:
     config = from_dict(sections)
-    return plan_run(
-        config, tiny.config(kind), weight_bytes=1000, float_bytes=4, checkpointing=checkpointing
-    )
+    return plan_run(config, tiny.config(kind), weight_bytes=1000, float_bytes=4, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

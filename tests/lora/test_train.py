@@ -290,7 +290,9 @@ def test_preferences_are_learnt(objective: str) -> None:
 
 def test_stopping_saves_and_says_so(tmp_path: Path) -> None:
     trainer = _trainer(_config(train={"epochs": 50}), run=tmp_path)
-    trainer.watch = lambda event: os.kill(os.getpid(), signal.SIGINT) if event.get("step") == 2 else None
+    trainer.watch = lambda event: (
+        os.kill(os.getpid(), signal.SIGINT) if event["kind"] == "step" and event["step"] == 2 else None
+    )
     with pytest.raises(Cancelled, match="after step"):
         trainer.run()
     saved = checkpoint.checkpoints(tmp_path)[-1]
