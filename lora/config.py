@@ -198,7 +198,7 @@ def _section(kind: type[Section], values: Any, path: str) -> Section:
     if not isinstance(values, Mapping):
         raise UsageError(f"{path or 'The configuration'} must hold keys and values.", param=path)
     hints = typing.get_type_hints(kind)
-    made = {}
+    made: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{path}.{key}" if path else str(key)
         if key not in hints:
@@ -206,9 +206,10 @@ def _section(kind: type[Section], values: Any, path: str) -> Section:
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(hints)}."
             raise UsageError(f"There is no setting {name!r}; {hint}", param=name)
         hint = hints[key]
-        made[key] = (
-            _section(hint, value, name) if dataclasses.is_dataclass(hint) else _value(hint, value, name)
-        )
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            made[key] = _section(hint, value, name)
+        else:
+            made[key] = _value(hint, value, name)
     return kind(**made)
 
 
