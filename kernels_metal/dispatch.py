@@ -5,9 +5,12 @@ Knows: which kernels exist for what, and whether they may run here. Knows nothin
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlxserve.kernels_metal import gguf_blocks, gguf_reference, moe, reference, switch
+from mlxserve.kernels_metal import paged_attention as paged
 from mlxserve.kernels_metal import sample as sampling
 from mlxserve.kernels_metal.experts import Experts
 from mlxserve.kernels_metal.plan import AttentionPlan, Pages
@@ -30,7 +33,12 @@ def paged_attention(
     multiple of HKV. sinks: [HQ], a logit a head that takes weight and adds nothing (gpt-oss). softcap:
     scores become softcap * tanh(score / softcap) (gemma 2). Returns [Tq, HQ, DV] in q's dtype.
     """
-    return reference.paged_attention(q, k_pages, v_pages, plan, scale=scale, sinks=sinks, softcap=softcap)
+    names = ("paged_decode", "paged_prefill")
+    kernels = frozenset(name for name in names if switch.enabled(name))
+    options: dict[str, Any] = {"scale": scale, "sinks": sinks, "softcap": softcap}
+    if kernels and paged.serves(q, k_pages, v_pages):
+        return paged.paged_attention(q, k_pages, v_pages, plan, kernels=kernels, **options)
+    return reference.paged_attention(q, k_pages, v_pages, plan, **options)
 
 
 def gguf_matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:

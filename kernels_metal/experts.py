@@ -25,7 +25,7 @@ AFFINE_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AffineExperts:
-    """As mx.quantize stores it: words uint32 [E, N, K * bits / 32], scales and biases [E, N, K / group_size]."""
+    """As mx.quantize stores it: words uint32 [E, N, K * bits / 32]; scales, biases [E, N, K / group_size]."""
 
     words: mx.array
     scales: mx.array

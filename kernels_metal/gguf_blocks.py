@@ -111,7 +111,7 @@ def gather_qmv(x: mx.array, blocks: mx.array, indices: mx.array, kind: str) -> m
 
 
 def gather_qmm(x: mx.array, blocks: mx.array, indices: mx.array, kind: str) -> mx.array:
-    """gather_matmul of x [P, K] with non-decreasing indices [P], a tile of 32 rows of one expert at a time."""
+    """gather_matmul of x [P, K] with non-decreasing indices [P], in tiles of 32 rows of one expert."""
     _check(x, blocks, kind, experts=True)
     pairs, rows = indices.shape[0], blocks.shape[1]
     if x.shape[0] != pairs:

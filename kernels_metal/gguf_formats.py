@@ -59,7 +59,7 @@ FORMATS = {
 
 
 def find_format(name: str) -> BlockFormat:
-    """The format called `name`, such as "Q4_K". Raises ModelUnsupported for one that cannot run as it lies."""
+    """The format called `name`, such as "Q4_K". Raises ModelUnsupported for one without a kernel."""
     if name not in FORMATS:
         raise ModelUnsupported(f"No kernel reads GGUF blocks of type {name}; known are {', '.join(FORMATS)}.")
     return FORMATS[name]

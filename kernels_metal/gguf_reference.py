@@ -20,6 +20,8 @@ from mlxserve.kernels_metal.gguf_formats import find_format
 
 # 32 MiB of float32: large enough for BLAS to be quick, small beside any model.
 SLAB_WEIGHTS = 8 * 1024 * 1024
+# Up to so many vectors, MLX's product with packed weights beats unpacking them (measured on a CPU).
+FEW_VECTORS = 2
 # IQ4's sixteen levels (non-linear, denser near zero).
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -38,16 +40,28 @@ def matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:
     The product is float32 throughout.
     """
     wide = x.astype(mx.float32)
+    if kind in _REPACK and x.size <= FEW_VECTORS * x.shape[-1]:
+        return _packed_matmul(wide, blocks, kind).astype(x.dtype)
     rows = max(1, SLAB_WEIGHTS // x.shape[-1])
     slabs = [blocks[i : i + rows] for i in range(0, blocks.shape[0], rows)]
     parts = [wide @ dequantize(slab, kind).T for slab in slabs]
     return (mx.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]).astype(x.dtype)
 
 
+def transposed_matmul(y: mx.array, blocks: mx.array, kind: str) -> mx.array:
+    """y [..., N] times blocks uint8 [N, row bytes] -> [..., K] in y's dtype: the gradient of `matmul`."""
+    rows = max(1, SLAB_WEIGHTS // find_format(kind).row_weights(blocks.shape[-1]))
+    wide = y.astype(mx.float32)
+    total = mx.array(0.0)
+    for i in range(0, blocks.shape[0], rows):
+        total = total + wide[..., i : i + rows] @ dequantize(blocks[i : i + rows], kind)
+    return total.astype(y.dtype)
+
+
 def gather_matmul(
     x: mx.array, blocks: mx.array, indices: mx.array, kind: str, sorted_indices: bool = False
 ) -> mx.array:
-    """Row p // (P / X) of x [X, K] times the transpose of expert indices[p] of blocks uint8 [E, N, row bytes].
+    """Row p // (P / X) of x [X, K] times the transpose of expert indices[p] of uint8 [E, N, row bytes].
 
     Returns [P, N] in x's dtype. Only experts that some row asks for are unpacked, one after another, so
     `indices` [P] is awaited. `sorted_indices` helps the kernel only.
@@ -60,6 +74,18 @@ def gather_matmul(
         rows = mx.array([p // share for p in pairs])
         result[mx.array(pairs)] = matmul(x[rows], blocks[expert], kind)
     return result
+
+
+def _packed_matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:
+    """matmul for types whose codes MLX takes as they lie: x float32 [..., K], blocks [N, row bytes]."""
+    split = blocks.reshape(blocks.shape[0], -1, find_format(kind).size_bytes)
+    codes, biases = _REPACK[kind](split)  # [N, blocks, bytes], [N, blocks, 1]
+    bits = codes.shape[-1] // 4
+    if bits == 4:  # a byte holds weights l and l + 16 of its block: bring x into that order
+        x = x.reshape(*x.shape[:-1], -1, 2, 16).swapaxes(-1, -2).reshape(x.shape)
+    words = mx.contiguous(codes).view(mx.uint32).flatten(-2)
+    scales = _half(split, 0)[..., 0]
+    return mx.quantized_matmul(x, words, scales, biases[..., 0], transpose=True, group_size=32, bits=bits)
 
 
 def _half(split: mx.array, start: int) -> mx.array:
@@ -205,6 +231,12 @@ def _iq4_xs(split: mx.array) -> mx.array:
     return scale[..., None] * _levels(codes)
 
 
+# type -> the block's codes as MLX takes them, and their biases; the scale is d
+_REPACK: dict[str, Callable[[mx.array], tuple[mx.array, mx.array]]] = {
+    "Q4_0": lambda split: (split[..., 2:], -8 * _half(split, 0)),
+    "Q4_1": lambda split: (split[..., 4:], _half(split, 2)),
+    "Q8_0": lambda split: (split[..., 2:] ^ 128, -128 * _half(split, 0)),
+}
 _UNPACK: dict[str, Callable[[mx.array], mx.array]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,

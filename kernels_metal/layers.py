@@ -9,16 +9,41 @@ never trained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxserve.errors import ModelUnsupported
-from mlxserve.kernels_metal import dispatch
+from mlxserve.kernels_metal import dispatch, gguf_reference, moe
+from mlxserve.kernels_metal.experts import BlockExperts
+from mlxserve.kernels_metal.gguf_blocks import GATHER_TILE_PAIRS
 from mlxserve.kernels_metal.gguf_formats import find_format
+
+Product = Callable[[mx.array, mx.array], mx.array]
+
+
+def _without_gradient(kind: str) -> Product:
+    return partial(dispatch.gguf_matmul, kind=kind)
+
+
+@cache
+def _with_gradient(kind: str) -> Product:
+    """The product with a gradient in x, which kernels lack; blocks are unpacked again on the way back."""
+
+    @mx.custom_function
+    def product(x: mx.array, blocks: mx.array) -> mx.array:
+        return dispatch.gguf_matmul(x, blocks, kind)
+
+    @product.vjp
+    def backward(primals: Sequence[mx.array], cotangent: mx.array, _: mx.array) -> tuple[mx.array, mx.array]:
+        blocks = primals[1]
+        return gguf_reference.transposed_matmul(cotangent, blocks, kind), mx.zeros_like(blocks)
+
+    return cast(Product, product)
 
 
 class _BlockLayer(nn.Module):
@@ -37,6 +62,11 @@ class _BlockLayer(nn.Module):
     def output_dims(self) -> int:
         return self.weight.shape[-2]
 
+    def _product(self, x: mx.array) -> mx.array:
+        """x [..., input_dims] -> [..., output_dims]; with a gradient while training."""
+        product = _with_gradient(self.kind) if self.training else _without_gradient(self.kind)
+        return product(x, self["weight"])
+
     def unfreeze(self, *args: Any, **kwargs: Any) -> None:
         """As for MLX's quantised layers: what hangs below thaws, the blocks do not."""
         super().unfreeze(*args, **kwargs)
@@ -53,7 +83,7 @@ class GGUFLinear(_BlockLayer):
         super().__init__(output_dims, columns=input_dims, kind=kind, bias=bias)
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = dispatch.gguf_matmul(x, self["weight"], self.kind)
+        y = self._product(x)
         return y + self["bias"] if "bias" in self else y
 
 
@@ -69,7 +99,7 @@ class GGUFEmbedding(_BlockLayer):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """As a tied output head: x [..., dims] -> [..., num_embeddings]."""
-        return dispatch.gguf_matmul(x, self["weight"], self.kind)
+        return self._product(x)
 
 
 class GGUFSwitchLinear(_BlockLayer):
@@ -96,6 +126,45 @@ class GGUFSwitchLinear(_BlockLayer):
         return y.reshape(*indices.shape, 1, self.output_dims)
 
 
+class GGUFSwitchGLU(nn.Module):
+    """A mixture's gate, up and down projections on blocks, called as mlx-lm's SwitchGLU.
+
+    x [..., K], indices [..., k] -> [..., k, N]. Few (row, expert) pairs run gate and up in one launch; many
+    are sorted by expert, so that rows share the weights they read.
+    """
+
+    def __init__(
+        self,
+        gate: GGUFSwitchLinear,
+        up: GGUFSwitchLinear,
+        down: GGUFSwitchLinear,
+        activation: moe.Activation,
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.activation = activation
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        rows, chosen = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
+        few = indices.size < GATHER_TILE_PAIRS
+        y = self._in_one_launch(rows, chosen) if few else self._sorted(rows, chosen)
+        return y.reshape(*indices.shape, self.down_proj.output_dims)
+
+    def _in_one_launch(self, rows: mx.array, chosen: mx.array) -> mx.array:
+        """rows [X, K], chosen [X, k] -> [X * k, N]."""
+        gate, up = (BlockExperts(layer["weight"], layer.kind) for layer in (self.gate_proj, self.up_proj))
+        h = dispatch.moe_gate_up(rows, chosen, gate, up, self.activation)  # [X, k, F]
+        return self.down_proj(h.flatten(0, 1)[:, None], chosen.flatten())
+
+    def _sorted(self, rows: mx.array, chosen: mx.array) -> mx.array:
+        flat = chosen.flatten()
+        order = mx.argsort(flat)
+        rows, flat = rows[order // chosen.shape[1]][:, None], flat[order]  # [P, 1, K]
+        gated = moe.ACTIVATIONS[self.activation][1](self.gate_proj(rows, flat, sorted_indices=True))
+        h = gated * self.up_proj(rows, flat, sorted_indices=True)  # [P, 1, F]
+        return self.down_proj(h, flat, sorted_indices=True)[mx.argsort(order)]
+
+
 def use_blocks(model: nn.Module, kinds: Mapping[str, str], dtype: mx.Dtype) -> None:
     """Put a block layer in place of each module of `model` whose path is in `kinds`, before weights load.
 
@@ -105,6 +174,8 @@ def use_blocks(model: nn.Module, kinds: Mapping[str, str], dtype: mx.Dtype) -> N
     modules = dict(model.named_modules())
     layers = [(path, _block_layer(path, modules[path], kind, dtype)) for path, kind in kinds.items()]
     model.update_modules(tree_unflatten(layers))
+    mixtures = [(path, _mixture(module)) for path, module in modules.items() if path and _is_mixture(module)]
+    model.update_modules(tree_unflatten([(path, fused) for path, fused in mixtures if fused is not None]))
 
 
 def _block_layer(path: str, module: nn.Module, kind: str, dtype: mx.Dtype) -> nn.Module:
@@ -117,3 +188,31 @@ def _block_layer(path: str, module: nn.Module, kind: str, dtype: mx.Dtype) -> nn
     if len(shape) == 3 and hasattr(module, "num_experts"):
         return GGUFSwitchLinear(shape[2], shape[1], shape[0], kind, bias)
     raise ModelUnsupported(f"{path} is a {type(module).__name__}, which cannot hold GGUF blocks.")
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    """True for mlx-lm's SwitchGLU where all three projections have become blocks without bias."""
+    layers = [module.get(name) for name in PROJECTIONS]
+    return all(isinstance(layer, GGUFSwitchLinear) and "bias" not in layer for layer in layers)
+
+
+def _mixture(module: nn.Module) -> GGUFSwitchGLU | None:
+    """The same on fused kernels, where gate and up are stored alike and the activation is one they have."""
+    gate, up, down = (module[name] for name in PROJECTIONS)
+    activation = _named_activation(module.activation)
+    if gate.kind != up.kind or activation is None:
+        return None
+    return GGUFSwitchGLU(gate, up, down, activation)
+
+
+def _named_activation(activation: Callable[[mx.array, mx.array], mx.array]) -> moe.Activation | None:
+    """Which of our activations `activation(up, gate)` is, by its values."""
+    gate, up = mx.linspace(-12, 12, 49), mx.linspace(9, -9, 49)
+    given = activation(up, gate)
+    for name, (_, function) in moe.ACTIVATIONS.items():
+        if mx.allclose(given, function(gate) * up, rtol=1e-5, atol=1e-6).item():
+            return name
+    return None

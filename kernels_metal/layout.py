@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from mlxserve.kernels_metal.plan import AttentionPlan
 # Measured on a 2-core CPU with SmolLM2's heads (9 and 3 of 64).
 MIN_RUN_TOKENS = 128  # reading a shorter run in place costs more than gathering it
 BUCKET_COST_TOKENS = 256  # one more bucket costs about as much as gathering this many tokens
-BUCKET_MAX_TOKENS = 2048  # gathered keys should still be in the cache when they are multiplied
+BUCKET_MAX_TOKENS = 16384  # bounds what is gathered at once
 CHUNK_ROWS = 128
 
 
@@ -72,20 +73,27 @@ class Solo:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Decode rows of similar length. Padding reads a sequence's own first slot again."""
+    """Decode rows of similar length. Padding reads a sequence's own first slot or page again.
+
+    pages: the same keys as whole pages, which are copied faster, where every row's begin with a page; places
+    behind a row's last key must not count, whatever they hold.
+    """
 
     rows: tuple[int, ...]
     gather: Gather  # [B, L]
     mask: mx.array | None  # [B, 1, L] additive, None where all lengths agree
+    pages: mx.array | None  # int32 [B, MB]
 
     @staticmethod
-    def of(group: list[tuple[int, np.ndarray]]) -> Bucket:
+    def of(group: list[tuple[int, np.ndarray]], page_size: int) -> Bucket:
         lengths = np.array([len(slots) for _, slots in group])
         longest = lengths.max()
         slots = np.stack([np.append(own, np.full(longest - len(own), own[0])) for _, own in group])
         past = np.arange(longest) >= lengths[:, None]  # [B, L]
         mask = additive(past)[:, None] if past.any() else None
-        return Bucket(tuple(row for row, _ in group), Gather(slots), mask)
+        aligned = not (slots[:, 0] % page_size).any()
+        pages = mx.array((slots[:, ::page_size] // page_size).astype(np.int32)) if aligned else None
+        return Bucket(tuple(row for row, _ in group), Gather(slots), mask, pages)
 
 
 def additive(hidden: np.ndarray) -> mx.array:
@@ -109,10 +117,11 @@ class Layout:
         singles = [(row_starts[s], plan.slots(s, *plan.keys(s))) for s in segments if plan.counts[s] == 1]
         found = [Solo.of(*single) if solo_wanted else None for single in singles]
         solos = [solo for solo in found if solo is not None]
-        buckets = _buckets_of([single for single, solo in zip(singles, found, strict=True) if solo is None])
+        gathered = [single for single, solo in zip(singles, found, strict=True) if solo is None]
+        buckets = _buckets_of(gathered, plan.page_size)
         chunks = [Chunk.of(plan, s) for s in segments if plan.counts[s] > 1]
         rows = [solo.row for solo in solos] + [row for bucket in buckets for row in bucket.rows]
-        order = rows + [chunk.row + i for chunk in chunks for i in range(chunk.blocks[-1].stop)]
+        order = rows + [chunk.row + i for chunk in chunks for i in range(chunk.count)]
         return Layout(
             solos=tuple(solos),
             buckets=tuple(buckets),
@@ -139,7 +148,7 @@ class Layout:
         return (rows[first:stop] for first, stop in zip(edges[:-1], edges[1:], strict=True))
 
 
-def _buckets_of(singles: list[tuple[int, np.ndarray]]) -> list[Bucket]:
+def _buckets_of(singles: list[tuple[int, np.ndarray]], page_size: int) -> list[Bucket]:
     """Group rows, longest first; a new bucket starts where padding would cost more than a bucket does."""
     groups: list[list[tuple[int, np.ndarray]]] = []
     padding = 0
@@ -152,7 +161,7 @@ def _buckets_of(singles: list[tuple[int, np.ndarray]]) -> list[Bucket]:
             padding = waste = 0
         padding += waste
         groups[-1].append(item)
-    return [Bucket.of(sorted(group, key=lambda single: single[0])) for group in groups]
+    return [Bucket.of(sorted(group, key=lambda single: single[0]), page_size) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -168,29 +177,47 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Several rows of one sequence, in blocks."""
+    """Several rows of one sequence, in blocks; `keys` and `window` as in the plan."""
 
     row: int
+    start: int
+    keys: tuple[int, int]
+    window: int | None
     gather: Gather
     blocks: tuple[Block, ...]
 
     @staticmethod
     def of(plan: AttentionPlan, s: int) -> Chunk:
-        first_key, stop_key = plan.keys(s)
-        count = plan.counts[s]
+        keys, count = plan.keys(s), plan.counts[s]
         blocks = [
-            _block_of(plan, plan.starts[s], first, min(first + CHUNK_ROWS, count), first_key)
+            _block_of(plan, plan.starts[s], first, min(first + CHUNK_ROWS, count), keys[0])
             for first in range(0, count, CHUNK_ROWS)
         ]
-        return Chunk(plan.row_starts[s], Gather(plan.slots(s, first_key, stop_key)), tuple(blocks))
+        gather = Gather(plan.slots(s, *keys))
+        return Chunk(plan.row_starts[s], plan.starts[s], keys, plan.window, gather, tuple(blocks))
+
+    @property
+    def count(self) -> int:
+        return self.blocks[-1].stop
+
+    @cached_property
+    def mask(self) -> mx.array | str:
+        """What `mx.fast.scaled_dot_product_attention` takes: True where a row sees a key, or "causal"."""
+        if self.window is None or self.count + self.start <= self.window:
+            return "causal"
+        rows = (self.start, self.start + self.count)
+        return mx.array(~_hidden(rows, self.keys, self.window))
+
+
+def _hidden(rows: tuple[int, int], keys: tuple[int, int], window: int | None) -> np.ndarray:
+    """bool [rows, keys]: True where the row at a position does not see the key at another."""
+    position, key = np.arange(*rows)[:, None], np.arange(*keys)
+    hidden = key > position
+    return hidden if window is None else hidden | (key <= position - window)
 
 
 def _block_of(plan: AttentionPlan, start: int, first: int, stop: int, origin: int) -> Block:
-    key_first, key_stop = plan.first_key(start + first), start + stop
-    position = np.arange(start + first, start + stop)[:, None]
-    key = np.arange(key_first, key_stop)
-    hidden = key > position  # [rows, keys]
-    if plan.window is not None:
-        hidden |= key <= position - plan.window
+    keys = (plan.first_key(start + first), start + stop)
+    hidden = _hidden((start + first, start + stop), keys, plan.window)
     mask = additive(hidden) if hidden.any() else None
-    return Block(first, stop, key_first - origin, key_stop - origin, mask)
+    return Block(first, stop, keys[0] - origin, keys[1] - origin, mask)

@@ -19,7 +19,8 @@ constant constexpr int POOL_VALUES = (TILE_VECTORS + TILE_ROWS) * PITCH;
 // Unpack this thread's unit of step `step` into its place in `tile` [TILE_ROWS, PITCH]; zeros beyond the end.
 template <typename Rows, typename T>
 inline void fill_weights(
-    threadgroup T* tile, const Rows weights, const int rows, const int units, const int step, const int thread_index) {
+    threadgroup T* tile, const Rows weights, const int rows, const int units, const int step,
+    const int thread_index) {
   typedef typename Rows::Unit Unit;
   const int row = thread_index / 2;
   const int unit = step * 2 + thread_index % 2;
@@ -92,7 +93,9 @@ inline void multiply_tile(
   const int first_vector = simdgroup_index / 2 * 16;
   const int first_row = simdgroup_index % 2 * 32;
   simdgroup_matrix<float, 8, 8> sums[2][4];
+  UNROLL
   for (int i = 0; i < 2; i++) {
+    UNROLL
     for (int j = 0; j < 4; j++) {
       sums[i][j] = simdgroup_matrix<float, 8, 8>(0.0f);
     }
@@ -106,7 +109,9 @@ inline void multiply_tile(
     multiply_tiles(x_tile + first_vector * PITCH, w_tile + first_row * PITCH, sums);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles give way to the result
+  UNROLL
   for (int i = 0; i < 2; i++) {
+    UNROLL
     for (int j = 0; j < 4; j++) {
       simdgroup_store(sums[i][j], pool + (first_vector + i * 8) * PITCH + first_row + j * 8, PITCH);
     }

@@ -23,8 +23,8 @@ constant constexpr int RUN = 8;
 // many of ROWS and M exist. x: vectors of `columns` values each, a multiple of UNIT_WEIGHTS.
 template <int ROWS, int M, typename Rows, typename T>
 inline void multiply_rows(
-    const Rows weights, const int rows, const device T* x, const int columns, const int vectors, const int lane,
-    thread float* sums) {
+    const Rows weights, const int rows, const device T* x, const int columns, const int vectors,
+    const int lane, thread float* sums) {
   typedef typename Rows::Unit Unit;
   for (int unit = lane; unit < columns / UNIT_WEIGHTS; unit += 32) {
     Unit held[ROWS];

@@ -10,6 +10,7 @@ are better served by products that sort tokens by expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -21,7 +22,10 @@ from mlxserve.kernels_metal.gguf_blocks import DTYPES
 from mlxserve.kernels_metal.source import read
 
 Activation = Literal["silu", "gelu"]
-ACTIVATIONS = {"silu": (0, nn.silu), "gelu": (1, nn.gelu_approx)}
+ACTIVATIONS: dict[Activation, tuple[int, Callable[[mx.array], mx.array]]] = {
+    "silu": (0, nn.silu),
+    "gelu": (1, nn.gelu_approx),
+}
 
 
 def gate_up(

@@ -3,8 +3,8 @@
 //
 // A simdgroup takes ROWS = 4 rows of both matrices of one expert for one row of x: grid (32,
 // ceil(F / 8) * 2, X * k), threadgroup (32, 2, 1). The header's MATRIX(name, expert, rows, row, columns) says
-// where weights lie: MLX's affine words or GGUF blocks. Registers: as matvec.metal for M = 1, and 4 more sums. No barrier, no
-// threadgroup memory. An index out of range reads what is not there.
+// where weights lie: MLX's affine words or GGUF blocks. Registers: as matvec.metal for M = 1, and 4 more
+// sums. No barrier, no threadgroup memory. An index out of range reads what is not there.
 
 constexpr int ROWS = 4;
 const int lane = int(thread_index_in_simdgroup);

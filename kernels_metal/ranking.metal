@@ -3,6 +3,8 @@
 // Rank: decreasing logit, then increasing id. A token's key packs both into 64 bits, so that keys are
 // distinct and a larger key is an earlier rank; a set of leading ranks is "all keys >= cut".
 
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 constant constexpr int GROUPS = 32;      // simdgroups of the threadgroup
 constant constexpr int THREADS = 1024;
 constant constexpr int CAPACITY = 512;   // candidates that are ranked exactly
@@ -99,7 +101,7 @@ struct Bounds {
   float value_high;
 };
 
-// Move the bounds together until at most CAPACITY keys lie between them: `high` stays above the last rank that
+// Move the bounds together until at most CAPACITY keys lie between them: `high` stays above the rank that
 // reaches `target` (a count, or a mass), `low` at or below it. A round reads the row once, and has four
 // barriers a pivot.
 template <typename Logits>
@@ -111,6 +113,7 @@ inline void narrow(
     ulong pivots[PIVOTS];
     int counts[PIVOTS] = {0};
     float masses[PIVOTS] = {0.0f};
+    UNROLL
     for (int i = 0; i < PIVOTS; i++) {
       const float share = float(i + 1) / float(PIVOTS + 1);
       values[i] = bounds.value_low + (bounds.value_high - bounds.value_low) * share;
@@ -121,11 +124,13 @@ inline void narrow(
     for (int id = place.index; id < row.vocabulary; id += THREADS) {
       const ulong key = row.key(id);
       const float weight = row.weight(id);
+      UNROLL
       for (int i = 0; i < PIVOTS; i++) {
         counts[i] += key >= pivots[i] ? 1 : 0;
         masses[i] += key >= pivots[i] ? weight : 0.0f;
       }
     }
+    UNROLL
     for (int i = 0; i < PIVOTS; i++) {
       const int count = group_sum(counts[i], shared.integers, place);
       const float mass = group_sum(masses[i], shared.floats, place);

@@ -31,7 +31,7 @@ from mlxserve.kernels_metal.plan import AttentionPlan, Pages, QuantisedPages
 LOG2_E = math.log2(math.e)
 # Measured on a 2-core CPU with SmolLM2's heads (9 and 3 of 64).
 MAX_SPREAD_HEADS = 4  # K/V heads; above, the extra arithmetic costs more than the copies it saves
-SMALL_SCORES = 3000  # up to this many, five fewer operations are worth more than a cheaper exponential
+SMALL_SCORES = 100_000  # up to this many, five fewer operations are worth more than a cheaper exponential
 
 
 def paged_attention(
@@ -59,8 +59,12 @@ def paged_attention(
         small = q.shape[1] * layout.keys <= SMALL_SCORES
         softmax = _Softmax(scale, sinks, softcap, small)
         parts.append((_spread_rows if spread else _bucket_rows)(q, k_pages, v_pages, plan, layout, softmax))
-    softmax = _Softmax(scale, sinks, softcap, small=False)
-    parts += [_chunk(q, k_pages, v_pages, chunk, softmax) for chunk in layout.chunks]
+    for chunk in layout.chunks:
+        if _has_fused_attention() and not softcap:
+            parts.append(_fused_chunk(q, k_pages, v_pages, chunk, scale, sinks))
+        else:
+            softmax = _Softmax(scale, sinks, softcap, small=False)
+            parts.append(_chunk(q, k_pages, v_pages, chunk, softmax))
     if not parts:
         return mx.zeros((0, q.shape[1], v_pages.shape[-1]), out_dtype)
     out = _joined(parts)  # [Tq, HQ, DV], in the layout's order
@@ -69,7 +73,12 @@ def paged_attention(
 
 def _compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """float32 on a CPU, which multiplies float16 and bfloat16 one number at a time, without BLAS."""
-    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else dtype
+    return dtype if _has_fused_attention() else mx.float32
+
+
+def _has_fused_attention() -> bool:
+    """Whether `mx.fast.scaled_dot_product_attention` is a kernel here; a CPU takes its plain operations."""
+    return mx.default_device() != mx.Device(mx.cpu)
 
 
 def _joined(parts: list[mx.array], axis: int = 0) -> mx.array:
@@ -103,7 +112,7 @@ class _Softmax:
         if self.softcap:
             scores = mx.tanh(scores / self.softcap) * (self.softcap * LOG2_E)
         if mask is not None:
-            scores = scores + mask
+            scores = mx.where(mask == 0, scores, mask)  # not a sum: hidden keys may be NaN
         if self.small:
             return read(mx.softmax(scores, axis=-1, precise=True).astype(dtype))
         top = scores.max(axis=-1, keepdims=True)
@@ -128,10 +137,9 @@ def _spread_rows(
     )
     rows = layout.take_singles(q)[:, :, None] * own_scaled  # [n, HQ, HKV, D]
     shares = layout.split_singles(rows.reshape(*rows.shape[:2], -1))  # [n, HQ, HKV * D]
-    k = k_pages.reshape(-1, kv_heads * k_pages.shape[-1])  # [NB * BS, HKV * D]
-    v = v_pages.reshape(-1, kv_heads * v_pages.shape[-1])  # [NB * BS, HKV * DV]
+    k, v = _matrix(k_pages), _matrix(v_pages)
     outs = [_solo(next(shares), k, v, solo, softmax) for solo in layout.solos]
-    outs += [_spread_bucket(next(shares), k, v, bucket, softmax) for bucket in layout.buckets]
+    outs += [_spread_bucket(next(shares), k_pages, v_pages, bucket, softmax) for bucket in layout.buckets]
     out = _joined(outs)  # [n, HQ, HKV * DV]
     return (out.reshape(*out.shape[:2], kv_heads, -1) * own).sum(axis=2)
 
@@ -166,12 +174,22 @@ def _parts(matrix: mx.array, solo: Solo, dtype: mx.Dtype) -> Iterator[mx.array]:
 
 
 def _spread_bucket(rows: mx.array, k: mx.array, v: mx.array, bucket: Bucket, softmax: _Softmax) -> mx.array:
-    """Spread rows [B, HQ, HKV * D] over gathered keys. Returns [B, HQ, HKV * DV]."""
-    index = bucket.gather.rows()
-    keys = mx.take(k, index, axis=0).astype(rows.dtype)  # [B, L, HKV * D]
-    values = mx.take(v, index, axis=0).astype(rows.dtype)  # [B, L, HKV * DV]
-    scores = rows @ keys.swapaxes(-1, -2)  # [B, HQ, L]
+    """Spread rows [B, HQ, HKV * D] over whole pages [NB, BS, HKV, D]. Returns [B, HQ, HKV * DV]."""
+    index = bucket.gather.rows()  # [B, L]
+    if bucket.pages is None:
+        keys = mx.take(_matrix(k), index, axis=0)  # [B, L, HKV * D]
+    else:
+        whole = mx.take(k, bucket.pages, axis=0)  # [B, MB, BS, HKV, D]
+        keys = whole.reshape(rows.shape[0], -1, rows.shape[2])[:, : index.shape[1]]
+    # Values come slot by slot: a weight of 0 does not silence a NaN in a place that does not count.
+    values = mx.take(_matrix(v), index, axis=0).astype(rows.dtype)  # [B, L, HKV * DV]
+    scores = rows @ keys.astype(rows.dtype).swapaxes(-1, -2)  # [B, HQ, L]
     return softmax.average(scores, bucket.mask, softmax.sinks, lambda weights: weights @ values)
+
+
+def _matrix(pages: mx.array) -> mx.array:
+    """Pages as one row a slot: [NB * BS, HKV * D]."""
+    return pages.reshape(pages.shape[0] * pages.shape[1], -1)
 
 
 def _bucket_rows(
@@ -215,6 +233,18 @@ def _chunk(q: mx.array, k_pages: Pages, v_pages: Pages, chunk: Chunk, softmax: _
     k = _heads_first(k_pages, chunk.gather, q.dtype).swapaxes(-1, -2)  # [HKV, D, L]
     v = _heads_first(v_pages, chunk.gather, q.dtype)  # [HKV, L, DV]
     return _joined([_block(q, k, v, chunk.row, block, softmax) for block in chunk.blocks])
+
+
+def _fused_chunk(
+    q: mx.array, k_pages: Pages, v_pages: Pages, chunk: Chunk, scale: float, sinks: mx.array | None
+) -> mx.array:
+    """Rows of one sequence over its gathered keys, by MLX's own kernel. Returns [count, HQ, DV]."""
+    rows = q[chunk.row : chunk.row + chunk.count].swapaxes(0, 1)[None]  # [1, HQ, count, D]
+    k = _heads_first(k_pages, chunk.gather, q.dtype)[None]  # [1, HKV, L, D]
+    v = _heads_first(v_pages, chunk.gather, q.dtype)[None]  # [1, HKV, L, DV]
+    sinks = None if sinks is None else sinks.astype(q.dtype)
+    out = mx.fast.scaled_dot_product_attention(rows, k, v, scale=scale, mask=chunk.mask, sinks=sinks)
+    return out[0].swapaxes(0, 1)
 
 
 def _block(q: mx.array, k: mx.array, v: mx.array, row: int, block: Block, softmax: _Softmax) -> mx.array:

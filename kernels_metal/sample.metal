@@ -1,8 +1,8 @@
 // Body of sample: token [B] and logprob [B] of logits [B, V]; the definition is in sample.py.
 //
 // A threadgroup of 1024 takes a row: grid (1024, B, 1), threadgroup (1024, 1, 1). The row is read twice for
-// maximum and sums, four to ten times for a filter that has to search (ranking.metal), and little more than once for the
-// draw. A search ends when 512 candidates are left, which are ranked exactly; there is no sort.
+// maximum and sums, four to ten times for a filter that has to search (ranking.metal), and little more than
+// once for the draw. A search ends when 512 candidates are left, which are ranked exactly; there is no sort.
 // Threadgroup memory 6.4 KiB. Barriers: two a sum; they are met by all, since every condition is a sum.
 // Registers: bounds 10, pivots 6, values, counts and masses 9, row 5, addresses and a key 6: about 40, so
 // that 1024 threads fit.
@@ -60,8 +60,8 @@ if (temperature > 0.0f) {
     cut_ranks(row, true, max(top_p * bounds.mass_low, 1e-30f), bounds, shared, place);
   }
 
-  // Inverse CDF: of 32 parts of the ids, the one in which the running sum passes what remains of the target; then
-  // the same within it, down to one id.
+  // Inverse CDF: of 32 parts of the ids, the one in which the running sum passes what remains of the
+  // target; then the same within it, down to one id.
   int begin = 0;
   int length = vocabulary;
   float remaining = 0.0f;

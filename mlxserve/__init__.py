@@ -14,9 +14,9 @@ from mlxserve.errors import MlxServeError
 from mlxserve.request import Output, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "MlxServeError", "Output", "SamplingParams", "__version__"]
+__all__ = ["AsyncLLM", "LLM", "MlxServeError", "Output", "SamplingParams", "__version__"]
 
-_LAZY = {"LLM": "mlxserve.engine.llm"}
+_LAZY = {"AsyncLLM": "mlxserve.engine.aio", "LLM": "mlxserve.engine.llm"}
 
 blas.preload()
 

@@ -72,3 +72,37 @@ class SamplingDefaults:
 
 
 SAMPLING_DEFAULTS = SamplingDefaults()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Limits and conduct of the HTTP server.
+
+    allowed_hosts: further Host names accepted while bound to loopback. cors_origins: web pages of other
+    origins that may call; none by default. body_timeout_s: a request's body must have arrived by then.
+    heartbeat_s: silence on a stream after which a heartbeat is sent. write_timeout_s: a reader that takes
+    nothing for so long is given up. drain_s: time running answers get after a stop signal.
+    keep_alive_s: idle time after which a model that was loaded on demand is unloaded; None for never.
+    load_wait_s: how long a request waits for running models to make room. memory_bytes: budget of all
+    loaded models together; None asks the machine. log_prompts: texts in the log, never by default.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    max_body_bytes: int = 32 * MIB
+    body_timeout_s: float = 30.0
+    heartbeat_s: float = 10.0
+    write_timeout_s: float = 60.0
+    drain_s: float = 15.0
+    keep_alive_s: float | None = 300.0
+    load_wait_s: float = 60.0
+    memory_bytes: int | None = None
+    stored_responses: int = 512
+    stored_response_bytes: int = 64 * MIB
+    log_format: str = "text"
+    log_prompts: bool = False

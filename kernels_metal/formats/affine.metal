@@ -1,8 +1,8 @@
 // Helpers (a header, not a kernel body): matrices as mx.quantize stores them, BITS a weight.
 //
 // Row-major uint words hold the codes as one little-endian stream of bits, so 32 weights are BITS words; a
-// scale and a bias serve GROUP (32 or more) weights. weight = scale * code + bias. A unit is 32 weights in a row.
-// Some codes of 3, 5 and 6 bits lie in two words. S is the type of scales and biases.
+// scale and a bias serve GROUP (32 or more) weights. weight = scale * code + bias. A unit is 32 weights in a
+// row. Some codes of 3, 5 and 6 bits lie in two words. S is the type of scales and biases.
 
 template <int BITS>
 struct AffineUnit {
@@ -44,6 +44,7 @@ struct AffineRows {
   Unit load(const int row, const int unit) const {
     Unit held;
     const device uint* start = words + (row * row_units + unit) * BITS;
+    UNROLL
     for (int i = 0; i < BITS; i++) {
       held.words[i] = start[i];
     }
@@ -61,9 +62,10 @@ struct AffineRows {
 // Row `row` of matrix `matrix`, of matrices of `rows` rows that are `columns` wide.
 template <int BITS, int GROUP, typename S>
 inline AffineRows<S, BITS, GROUP> affine_rows(
-    const device uint* words, const device S* scales, const device S* biases, const int matrix, const int rows,
-    const int row, const int columns) {
+    const device uint* words, const device S* scales, const device S* biases, const int matrix,
+    const int rows, const int row, const int columns) {
   const long line = long(matrix) * rows + row;
   const long groups = line * (columns / GROUP);
-  return AffineRows<S, BITS, GROUP>{words + line * (columns / 32) * BITS, scales + groups, biases + groups, columns / 32};
+  const device uint* start = words + line * (columns / 32) * BITS;
+  return AffineRows<S, BITS, GROUP>{start, scales + groups, biases + groups, columns / 32};
 }

@@ -30,6 +30,7 @@ struct Levels {
       const int top = (block[HEAD - 3] >> (2 * unit)) & 3;
       d *= float((bits | (top << 4)) - 32);
     }
+    UNROLL
     for (int i = 0; i < 8; i++) {
       low[i] = block[HEAD + 8 * unit + i];
     }

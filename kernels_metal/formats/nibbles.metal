@@ -23,9 +23,11 @@ struct Nibbles {
   void load(const device ushort* block, const int) {
     d = half_of(block[0]);
     m = OFFSET ? half_of(block[HEAD - 1]) : (FIFTH ? -16.0f : -8.0f) * d;
+    UNROLL
     for (int i = 0; i < 2; i++) {
       fifth[i] = FIFTH ? block[HEAD + i] : ushort(0);
     }
+    UNROLL
     for (int i = 0; i < 8; i++) {
       low[i] = block[WORDS - 8 + i];
     }

@@ -21,6 +21,7 @@ struct BitPairs {
   void load(const device ushort* block, const int unit) {
     const int h = unit / 4;
     const int quarter = unit % 4;
+    UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[8 + 16 * h + 4 * quarter + i];
       scales[i] = uchar((block[4 * h + i] >> (8 * (quarter / 2))) & 0xff);

@@ -24,6 +24,7 @@ struct BitTriples {
     const int quarter = unit % 4;
     const int shift = 8 * (quarter / 2) + 4 * h;
     const float d = half_of(block[54]);
+    UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[16 + 16 * h + 4 * quarter + i];
       high[i] = ushort((block[4 * quarter + i] >> (4 * h)) & 0x0f0f);

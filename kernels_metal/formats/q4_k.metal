@@ -34,6 +34,7 @@ struct ScaledNibbles {
     const ushort c = block[6 + group % 2];
     scales = ushort(group < 2 ? a & 0x3f3f : (c & 0x0f0f) | ((a >> 2) & 0x3030));
     offsets = ushort(group < 2 ? b & 0x3f3f : ((c >> 4) & 0x0f0f) | ((b >> 2) & 0x3030));
+    UNROLL
     for (int i = 0; i < 8; i++) {
       low[i] = block[WORDS - 64 + 16 * group + 8 * half_group + i];
       fifth[i] = FIFTH ? ushort((block[8 + 8 * half_group + i] >> (2 * group)) & 0x0303) : ushort(0);

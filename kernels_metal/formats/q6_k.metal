@@ -23,6 +23,7 @@ struct SixBits {
     const int h = unit / 4;
     const int quarter = unit % 4;
     const float d = half_of(block[104]);
+    UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[32 * h + 4 * quarter + i];
       low[4 + i] = block[32 * h + 16 + 4 * quarter + i];

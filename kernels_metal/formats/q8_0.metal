@@ -16,6 +16,7 @@ struct Bytes {
 
   void load(const device ushort* block, const int) {
     d = half_of(block[0]);
+    UNROLL
     for (int i = 0; i < 16; i++) {
       codes[i] = block[1 + i];
     }

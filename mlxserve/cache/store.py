@@ -172,6 +172,26 @@ class LayerPages:
         """Drop the arrays; the next write allocates them anew."""
         self.keys = self.values = None
 
+    def put(self, pages: mx.array, arrays: list[mx.array]) -> None:
+        """Write whole pages: (n,) ids, and for each of this layer's arrays, keys first, (n, page_size, …)."""
+        half = len(arrays) // 2
+        self.keys = self._with_room(self.keys, arrays[:half])
+        self.values = self._with_room(self.values, arrays[half:])
+        for pool, new in zip(self.arrays(), arrays):
+            pool[pages] = new
+
+    def _with_room(
+        self, pool: mx.array | QuantisedPages | None, like: list[mx.array]
+    ) -> mx.array | QuantisedPages:
+        """The pool, allocated in the form of `like` if nothing was written yet."""
+        if pool is not None:
+            return pool
+        parts = [mx.zeros((self.page_count, *part.shape[1:]), part.dtype) for part in like]
+        if len(parts) == 1:
+            return parts[0]
+        weight, scales, biases = parts
+        return QuantisedPages(weight, scales, biases, self.kv_bits, self.group_size)
+
     def copy_pages(self, sources: mx.array, targets: mx.array) -> None:
         """Copy whole pages: (n,) ids onto (n,) other ids."""
         for pool in self.arrays():

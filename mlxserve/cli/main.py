@@ -39,7 +39,12 @@ COMMANDS = {
         "lora",
         "Fine-tune models: LoRA, QLoRA, DoRA and full; evaluate, fuse and exchange adapters.",
     ),
+    "serve": Entry("mlxserve.cli.serve", "serve", "Serve models over HTTP."),
+    "service": Entry(
+        "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
+    ),
     "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
+    "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
 }
 

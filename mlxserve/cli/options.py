@@ -61,6 +61,7 @@ def load_options(command: Command) -> Command:
         show_default=True,
         help="Bits of each stored key and value; 16 is as the model computes.",
     )
+    @click.option("--check", is_flag=True, help="Check the engine's books whenever it is idle.")
     @wraps(command)
     def with_settings(
         *args: Any,
@@ -70,6 +71,7 @@ def load_options(command: Command) -> Command:
         rope_theta: float | None,
         rope_scaling: str | None,
         kv_bits: str,
+        check: bool,
         **others: Any,
     ) -> Any:
         load = LoadConfig(
@@ -78,7 +80,7 @@ def load_options(command: Command) -> Command:
             context=_positive("--context", context),
             rope=_rope(rope_theta, rope_scaling),
         )
-        return command(*args, load=load, engine=EngineConfig(kv_bits=int(kv_bits)), **others)
+        return command(*args, load=load, engine=EngineConfig(kv_bits=int(kv_bits), check=check), **others)
 
     return with_settings  # type: ignore[return-value]
 

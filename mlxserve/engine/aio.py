@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
@@ -74,7 +74,7 @@ class AsyncLLM:
         """Figures of the engine as of now; cheap, and safe beside a running step."""
         return self._engine.stats()
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """The request's deltas; the last has finish_reason. Closing the iterator cancels the request.
 
         Raises the engine's errors: PromptTooLong, DoesNotFit, Busy before the first delta; EngineFailed,

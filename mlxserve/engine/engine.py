@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
 from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
 from mlxserve.engine.runner import Drawn, Forward, Limits, Runner, SoloModel
@@ -49,6 +50,7 @@ from mlxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mlxserve.engine.grammar import Constraint, Grammars
+    from mlxserve.engine.persist import Persistence
 
 Sink = Callable[[Delta | MlxServeError], None]
 
@@ -102,6 +104,7 @@ class Engine:
         self.memory = self._plan_memory()
         self.runner = self._make_runner()
         self.scheduler = Scheduler(self.config, self.memory, tokenizer.eos_token_ids, _random_seed)
+        self.persistence = self._open_disk()
         self.counters = Counters()
         self.notes = [*loaded.notes, *self._notes()]
         self._streams: dict[str, _Stream] = {}
@@ -128,6 +131,8 @@ class Engine:
             constraint = self.compile_grammar(request.params)
         now = self.clock()
         sequence = self.scheduler.add(request, now)
+        if self.persistence is not None:
+            self.persistence.restore(request.prompt, request.adapter)
         deadline = None if request.deadline_s is None else now + request.deadline_s
         stream = _Stream(
             sequence, TextStream(self.tokenizer, request.params.stop), sink, deadline, constraint
@@ -176,6 +181,8 @@ class Engine:
             self._advance()
         except Exception as error:
             self._recover(error)
+        if self.persistence is not None and not self.has_work:
+            self.persistence.flush()
         self.counters.busy_s += self.clock() - started
         if self.config.check and not self.has_work:
             self.scheduler.check()
@@ -210,6 +217,8 @@ class Engine:
         tokens = drawn.read()
         logprobs = drawn.read_logprobs()
         now = self.clock()
+        if self.persistence is not None:
+            self.persistence.flush()
         self._measure_pace(drawn, now)
         prompt_done = [s for s in drawn.batch.segments if s.count > 1]
         self.counters.prompt_tokens += sum(segment.count for segment in prompt_done)
@@ -224,8 +233,11 @@ class Engine:
         self.counters.steps += 1
 
     def _measure_pace(self, drawn: Drawn, now: float) -> None:
-        prompt = sum(segment.count for segment in drawn.batch.segments if segment.count > 1)
-        self.scheduler.pace.record(prompt, now - max(self._last_commit_s, self._woken_s))
+        counts = [segment.count for segment in drawn.batch.segments]
+        streams = counts.count(1)
+        self.scheduler.pace.record(
+            sum(counts) - streams, streams, now - max(self._last_commit_s, self._woken_s)
+        )
         self._last_commit_s = now
 
     def wake(self) -> None:
@@ -239,6 +251,8 @@ class Engine:
             return
         self.counters.generated_tokens += 1
         params = sequence.request.params
+        if self.persistence is not None and len(sequence.tokens) == sequence.prompt_tokens + 1:
+            self.persistence.save(sequence.request.prompt, sequence.request.adapter)
         ended_by_id = sequence.finish_reason is FinishReason.STOP
         text = "" if ended_by_id else stream.text.push(token)
         try:
@@ -295,6 +309,8 @@ class Engine:
         if stream.text.stopped and sequence.finish_reason is FinishReason.LENGTH:
             sequence.finish_reason = FinishReason.STOP
         self._forget(stream)
+        if self.persistence is not None:
+            self.persistence.save(sequence.tokens[:-1], sequence.request.adapter)
         self.counters.finished += 1
         self.counters.cached_tokens += sequence.cached_tokens
         stream.sink(
@@ -390,12 +406,42 @@ class Engine:
             notes.append(f"Requests are served one at a time and share no prefixes: {self.reason}.")
         if self.config.kv_bits != 16 and self.way == SOLO:
             notes.append(f"The cache stays in 16 bits: {self.loaded.name} is not paged.")
-        elif self.kept_whole:
+        if self.config.cache_dir is not None and not self.can_persist:
+            notes.append(
+                "Nothing is kept on disk: the model's recurrent state or its own cache has no pages."
+            )
+        if self.kept_whole and self.config.kv_bits != 16:
             notes.append(
                 f"{self.kept_whole} of the layers keep their cache in 16 bits: "
                 f"groups of {self.config.kv_group_size} do not divide the width of their keys or values."
             )
         return notes
+
+    def _open_disk(self) -> Persistence | None:
+        if self.config.cache_dir is None or not self.can_persist:
+            return None
+        from mlxserve.engine.persist import BLOCK_PAGES, Persistence
+
+        form = f"{self.loaded.digest}:{self.way}:{self.config.kv_bits}:{self.config.kv_group_size}"
+        fingerprint = f"{form}:{self.config.page_size}:{self.loaded.dtype}"
+        disk = DiskTier(
+            self.config.cache_dir,
+            self.config.cache_dir_bytes,
+            fingerprint,
+            BLOCK_PAGES * self.config.page_size,
+        )
+        assert isinstance(self.runner.model, PagedModel)
+        return Persistence(disk, self.scheduler, self.runner.model)
+
+    @property
+    def can_persist(self) -> bool:
+        """Prefixes can go to disk where they lie in pages alone."""
+        return self.config.prefix_cache and bool(self.memory.groups) and not self.memory.state_slots
+
+    def close(self) -> None:
+        """Write what is still to go to disk."""
+        if self.persistence is not None:
+            self.persistence.close()
 
     def _plan_memory(self) -> Memory:
         self.kept_whole = 0
@@ -455,6 +501,7 @@ class Engine:
             "steps": counters.steps,
             "finished": counters.finished,
             "failed": counters.failed,
+            "disk_hits": 0 if self.persistence is None else self.persistence.disk.hits,
             "kv_bytes": self.runner.model.nbytes,
             "kv_limit_bytes": sum(p.total * b for p, b in zip(scheduler.pools, self.memory.page_bytes)),
             "weight_bytes": self.loaded.weight_bytes,

@@ -2,47 +2,46 @@
 
 Knows: how long recent steps took. Does not know what they computed or for whom.
 
-A step's time is modelled as base + per_token * prompt tokens; both are running estimates. The budget is
-what fits into the target, so that no running stream waits longer than that for its next token.
+The budget follows what is measured: after a step that used it up, it is scaled by target over time taken,
+within bounds, so that it settles where a step takes the target, whatever the machine's costs are and however
+they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
 """
 
 from __future__ import annotations
 
-SMOOTHING = 0.3
-# Plan for a little less than the target: estimates err, and a step is not interrupted.
+# Aim a little below the target: steps vary, and a step is not interrupted.
 MARGIN = 0.8
+SLOWEST_CHANGE, FASTEST_CHANGE = 0.6, 1.5
 
 
 class Pace:
-    """Estimates from finished steps; all times in seconds."""
+    """The prompt budget beside running streams; all times in seconds."""
 
     def __init__(self, target_s: float, smallest: int, largest: int) -> None:
         self.target_s = target_s
         self.smallest = smallest
         self.largest = largest
-        self.base_s: float | None = None
-        self.per_token_s: float | None = None
+        self._budget: float | None = None
 
-    def record(self, prompt_tokens: int, elapsed_s: float) -> None:
-        """A step with that many prompt tokens beside its decoding rows took that long."""
-        if prompt_tokens == 0:
-            self.base_s = _blend(self.base_s, elapsed_s)
+    def record(self, prompt_tokens: int, streams: int, elapsed_s: float) -> None:
+        """A step with that many prompt tokens beside that many decoding rows took that long."""
+        if prompt_tokens == 0 or elapsed_s <= 0:
             return
-        per_token_s = max(elapsed_s - (self.base_s or 0.0), 0.0) / prompt_tokens
-        known = self.per_token_s
-        # A slower step counts at once, a faster one gradually: the target is a promise.
-        self.per_token_s = per_token_s if known is None or per_token_s > known else _blend(known, per_token_s)
+        ratio = self.target_s * MARGIN / elapsed_s
+        if self._budget is None or streams == 0:
+            # Nobody waited; it only tells where to begin when somebody will.
+            self._budget = self._bounded(prompt_tokens * ratio)
+            return
+        change = min(max(ratio, SLOWEST_CHANGE), FASTEST_CHANGE)
+        used_up = prompt_tokens >= int(self._budget) - 1
+        if used_up or change < 1:
+            self._budget = self._bounded(min(prompt_tokens, self._budget) * change)
 
-    def budget(self, decoding: int) -> int:
-        """Prompt tokens for the next step, beside `decoding` running streams."""
-        if decoding == 0:
+    def budget(self, streams: int) -> int:
+        """Prompt tokens for the next step, beside `streams` running streams."""
+        if streams == 0:
             return self.largest
-        if self.per_token_s is None:
-            return self.smallest
-        room_s = self.target_s * MARGIN - (self.base_s or 0.0)
-        fitting = int(room_s / self.per_token_s) if self.per_token_s > 0 else self.largest
-        return max(self.smallest, min(self.largest, fitting))
+        return self.smallest if self._budget is None else int(self._budget)
 
-
-def _blend(known: float | None, new: float) -> float:
-    return new if known is None else known + SMOOTHING * (new - known)
+    def _bounded(self, tokens: float) -> float:
+        return max(float(self.smallest), min(float(self.largest), tokens))

@@ -106,6 +106,9 @@ class SoloModel:
     def reserve(self, group: int, pages: int) -> None:
         raise AssertionError("a model without pages has no room for them")
 
+    def room(self, group: int) -> int:
+        raise AssertionError("a model without pages has no room for them")
+
     def reserve_states(self, slots: int) -> None:
         raise AssertionError("a model without state slots has no room for them")
 
@@ -128,7 +131,6 @@ class Runner:
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
         self.state_slots = np.zeros(slots, np.int32)
-        self._room = [0] * len(model.windows)  # page ids that have arrays behind them, by group
         self._state_room = 0
         self._limits = limits
         self._last: mx.array | None = None  # tokens of the last step
@@ -173,11 +175,11 @@ class Runner:
 
     def _reserve(self, batch: Batch) -> None:
         """Grow the arrays to the ids this step uses for the first time."""
-        for group, room in enumerate(self._room):
+        for group, limit in enumerate(self._limits.pages):
             needed = max((page for g, _, _, page in batch.pages if g == group), default=-1) + 1
+            room = self.model.room(group)
             if needed > room:
-                self._room[group] = _roomier(needed, room, self._limits.pages[group])
-                self.model.reserve(group, self._room[group])
+                self.model.reserve(group, _roomier(needed, room, limit))
         slots = [admission.state_slot for admission in batch.admitted if admission.state_slot is not None]
         needed = max([*slots, *(target for _, target in batch.checkpoints)], default=-1) + 1
         if needed > self._state_room:

@@ -257,7 +257,7 @@ class Scheduler:
         for group, table in enumerate(sequence.tables):
             while len(table) < needed:
                 try:
-                    pages = self._take(group, needed - len(table))
+                    pages = self.take_pages(group, needed - len(table))
                 except OutOfPages:
                     victim = self._youngest()
                     self._preempt(victim)
@@ -269,7 +269,8 @@ class Scheduler:
                 batch.pages += [(group, sequence.slot, first + i, page) for i, page in enumerate(pages)]
         return True
 
-    def _take(self, group: int, count: int) -> list[int]:
+    def take_pages(self, group: int, count: int) -> list[int]:
+        """Fresh pages, evicting what only the tree holds if need be. Raises OutOfPages."""
         pool = self.pools[group]
         if pool.free < count:
             self.tree.evict(group, count - pool.free)
@@ -459,7 +460,7 @@ class Scheduler:
             table = sequence.tables[group]
             table += shared
             if source is not None:
-                (target,) = self._take(group, 1)
+                (target,) = self.take_pages(group, 1)
                 batch.copies.append((group, source, target))
                 table.append(target)
                 self.pools[group].release([source])  # read before anything of this step is written

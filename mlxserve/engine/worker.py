@@ -95,6 +95,7 @@ class Worker:
         self._ready.set_result(engine)
         try:
             self._serve(engine)
+            engine.close()
             self._tell_all(EngineStopped("The engine was closed before this request was finished."))
         except BaseException as error:
             self._die(error)

@@ -14,6 +14,8 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -101,3 +103,38 @@ def _bare_parent() -> Iterator[None]:
     finally:
         if sys.modules.get("mlx_lm") is parent:
             del sys.modules["mlx_lm"]
+            _AttachModels.install()
+
+
+class _AttachModels(MetaPathFinder, Loader):
+    """When a person imports mlx-lm later, gives it the attribute `models` that importing would have set.
+
+    Python sets a submodule's attribute only on the parent it was imported under, which was the bare one.
+    """
+
+    def __init__(self) -> None:
+        self._inner: Loader | None = None
+
+    @classmethod
+    def install(cls) -> None:
+        if not any(isinstance(finder, cls) for finder in sys.meta_path):
+            sys.meta_path.insert(0, cls())
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "mlx_lm" or "mlx_lm.models" not in sys.modules or self._inner is not None:
+            return None
+        spec = PathFinder.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._inner, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        assert self._inner is not None
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._inner is not None
+        module.models = sys.modules["mlx_lm.models"]  # type: ignore[attr-defined]
+        module.__loader__ = self._inner
+        inner, self._inner = self._inner, None
+        inner.exec_module(module)

@@ -18,9 +18,12 @@ import mlx.nn as nn
 
 from mlxserve.config import LoadConfig
 from mlxserve.errors import ModelInvalid, UsageError
+from mlxserve.kernels_metal.layers import use_blocks
+from mlxserve.kernels_metal.switch import enabled
 from mlxserve.models.definitions import find_definition
 from mlxserve.models.files import inspect, read_json_object
 from mlxserve.models.gguf import open_gguf
+from mlxserve.models.gguf.weights import Mode
 from mlxserve.models.resolve import ModelFiles
 from mlxserve.models.weights import (
     cast_floats,
@@ -98,21 +101,28 @@ def load_folder(folder: Path, settings: LoadConfig, *, name: str | None = None) 
 def load_gguf(path: Path, settings: LoadConfig, *, name: str | None = None) -> LoadedModel:
     """Load a `.gguf` file (the first part, if split).
 
-    On a CPU its blocks are dequantised to float32; elsewhere they stay packed where MLX has an equal form.
+    On Metal its blocks stay as they lie in the file; elsewhere on an accelerator they stay packed where MLX
+    has an equal form; on a CPU, and to be quantised anew, they are dequantised.
     """
     file = open_gguf(path)
     config = with_overrides(file.config(), settings)
-    on_cpu = mx.default_device() == mx.cpu
     dtype = working_dtype(settings.dtype, mx.bfloat16)
-    weights = file.weights(dtype, mode="float" if on_cpu else "packed")
+    weights = file.weights(dtype, mode=_gguf_mode(settings))
     if weights.quantization is not None:
         config["quantization"] = weights.quantization
     model = build(config)
+    use_blocks(model, weights.blocks, dtype)
     place(model, config, weights.arrays, source=str(path))
     loaded = _finish(model, config, settings, name or path.stem, path, stored=dtype)
     loaded.metadata = file.metadata
     loaded.generation_defaults = file.generation_defaults()
     return loaded
+
+
+def _gguf_mode(settings: LoadConfig) -> Mode:
+    if mx.default_device() == mx.cpu or settings.quantize_bits is not None:
+        return "float"
+    return "blocks" if enabled("gguf") else "packed"
 
 
 def load(files: ModelFiles, settings: LoadConfig) -> LoadedModel:

@@ -145,6 +145,10 @@ class PagedModel:
         finally:
             self._selection.capture, self._selection.captured = False, None
 
+    def room(self, group: int) -> int:
+        """Page ids of a group that have arrays behind them."""
+        return next(store.page_count for store in self._pages_of(group))
+
     def reserve(self, group: int, pages: int) -> None:
         """Make room for page ids below `pages` in one group."""
         for store in self._pages_of(group):
@@ -167,6 +171,28 @@ class PagedModel:
         source_ids, target_ids = mx.array(list(sources)), mx.array(list(targets))
         for store in self._pages_of(group):
             store.copy_pages(source_ids, target_ids)
+
+    def read_pages(self, pages: Sequence[Sequence[int]]) -> dict[str, mx.array]:
+        """Copies of pages, ids by group: each layer's arrays under "<layer>.<array>", (n, page_size, …)."""
+        ids = [mx.array(list(group), mx.int32) for group in pages]
+        found = {}
+        for index, store in enumerate(self.stores):
+            if isinstance(store, LayerPages):
+                group = ids[self.windows.index(store.window)]
+                for part, pool in enumerate(store.arrays()):
+                    found[f"{index}.{part}"] = mx.take(pool, group, axis=0)
+        return found
+
+    def write_pages(self, pages: Sequence[Sequence[int]], arrays: dict[str, mx.array]) -> None:
+        """Put what `read_pages` gave into other pages, ids by group."""
+        for group, ids in enumerate(pages):
+            if not ids:
+                continue
+            self.reserve(group, max(ids) + 1)
+            targets = mx.array(list(ids), mx.int32)
+            for index, store in enumerate(self.stores):
+                if isinstance(store, LayerPages) and store.window == self.windows[group]:
+                    store.put(targets, [arrays[key] for key in sorted(arrays) if key.startswith(f"{index}.")])
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy state slots, in every recurrent layer."""

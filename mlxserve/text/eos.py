@@ -30,12 +30,17 @@ _ALWAYS_END = (
 _QUESTION, _ANSWER = "probe question", "probe answer"
 
 
-def end_of_turn_tokens(template: ChatTemplate, added_tokens: Collection[str]) -> set[str]:
-    """Added tokens that a turn of the assistant ends with, from a list and from a probe of the template."""
+def end_of_turn_tokens(
+    template: ChatTemplate, added_tokens: Collection[str], special: Collection[str]
+) -> set[str]:
+    """Added tokens that a turn of the assistant ends with, from a list and from a probe of the template.
+
+    The probe counts only tokens that are `special`.
+    """
     found = {token for token in _ALWAYS_END if token in added_tokens and token in template.source}
     if _is_harmony(template.source):
         return found
-    probed = _token_after_answer(template, added_tokens)
+    probed = _end_of_answer(template, special)
     return found | {probed} if probed else found
 
 
@@ -44,20 +49,31 @@ def _is_harmony(source: str) -> bool:
     return "<|channel|>" in source and "<|return|>" in source
 
 
-def _token_after_answer(template: ChatTemplate, added_tokens: Collection[str]) -> str | None:
-    """The added token right behind an answer, if only white space or another added token follows it.
+def _end_of_answer(template: ChatTemplate, tokens: Collection[str]) -> str | None:
+    """The token behind an answer; of several in a row the one that also ends the user's turn, if any does.
 
-    A marker with words behind it is part of a larger structure and ends nothing by itself.
+    A token with words behind it is part of a larger structure and ends nothing by itself.
     """
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
-        rendered = template.render(
-            [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}],
-            add_generation_prompt=False,
-        )
+        rendered = template.render(messages, add_generation_prompt=False)
     except MlxServeError:
         return None
-    _, found, rest = rendered.rpartition(_ANSWER)
-    visible = sorted((token for token in added_tokens if token.strip()), key=len, reverse=True)
-    pattern = "|".join(map(re.escape, visible)) or "(?!)"
-    match = re.fullmatch(rf"\s*({pattern})\s*((?:{pattern}).*)?", rest, re.DOTALL) if found else None
-    return match[1] if match else None
+    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+    answer_ends, next_char = _row_behind(_ANSWER, rendered, pattern)
+    question_ends, _ = _row_behind(_QUESTION, rendered, pattern)
+    shared = [token for token in answer_ends if token in question_ends[:1]]
+    if shared:
+        return shared[0]
+    if not answer_ends or (len(answer_ends) == 1 and next_char.isalnum()):
+        return None
+    return answer_ends[0]
+
+
+def _row_behind(text: str, rendered: str, pattern: str) -> tuple[list[str], str]:
+    """The tokens in a row behind `text`, and the character after them."""
+    start = rendered.rfind(text)
+    row = re.compile(rf"(?:\s*(?:{pattern}))*").match(rendered, start + len(text)) if start >= 0 else None
+    if row is None:
+        return [], ""
+    return re.findall(pattern, row.group()), rendered[row.end() : row.end() + 1]

@@ -26,15 +26,17 @@ class Dialect:
     """How calls are written: `start`, a payload, `end`. An empty end: the reply's end or the next start.
 
     payload: how to read it: `json` (objects with a name and arguments), one of tools.py's own readers, or the
-    name of a parser of mlx-lm's. needs: what the template must also hold. tokens: added tokens that tell the
-    dialect where the template does not. each: a pattern of one call, where a payload holds several. inner:
-    special tokens inside payloads. bare: a reply that begins with a JSON object may be a call, too.
+    name of a parser of mlx-lm's. hint: what tells the dialect in a template that does not write `start` in
+    one piece. needs: what the template must also hold. tokens: added tokens that tell the dialect where the
+    template does not. each: a pattern of one call, where a payload holds several. inner: special tokens
+    inside payloads. bare: a reply that begins with a JSON object may be a call, too.
     """
 
     name: str
     start: str
     end: str
     payload: str = "json"
+    hint: str = ""
     needs: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     each: str | None = None
@@ -44,10 +46,14 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """What one model's replies may hold. dropped: structural markers that stand for nothing to show."""
+    """What one model's replies may hold.
+
+    dialects: its own first; then the one that text/tool_turns.py asks for where a template has no words for
+    tools, which many models also fall back on. dropped: structural markers that stand for nothing to show.
+    """
 
     reasoning: Reasoning | None
-    dialect: Dialect
+    dialects: tuple[Dialect, ...]
     harmony: bool
     dropped: tuple[str, ...]
 
@@ -55,8 +61,8 @@ class ReplyFormat:
         """Everything that a parser must see, also where it is made of special tokens."""
         reasoning = (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
         harmony = HARMONY_MARKERS if self.harmony else ()
-        dialect = (self.dialect.start, self.dialect.end, *self.dialect.inner)
-        return tuple(filter(None, (*reasoning, *dialect, *self.dropped, *harmony)))
+        dialects = [mark for d in self.dialects for mark in (d.start, d.end, *d.inner)]
+        return tuple(filter(None, (*reasoning, *dialects, *self.dropped, *harmony)))
 
 
 HARMONY_MARKERS = (
@@ -142,6 +148,25 @@ DIALECTS = (
         each=r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>",
         inner=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
+    Dialect(
+        "deepseek_v3.2",
+        "<｜DSML｜function_calls>",
+        "</｜DSML｜function_calls>",
+        "dsml",
+        hint="｜DSML｜",
+        needs=("function_calls>",),
+        each=r"<｜DSML｜invoke .*?</｜DSML｜invoke>",
+        inner=("｜DSML｜",),
+    ),
+    Dialect(
+        "deepseek_v4",
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        "dsml",
+        hint="｜DSML｜",
+        each=r"<｜DSML｜invoke .*?</｜DSML｜invoke>",
+        inner=("｜DSML｜",),
+    ),
     Dialect("command", "<|START_ACTION|>", "<|END_ACTION|>"),
     Dialect("phi4_mini", "<|tool_call|>", "<|/tool_call|>", needs=("<|/tool_call|>",)),
     Dialect("granite", "<|tool_call|>", ""),
@@ -150,7 +175,15 @@ DIALECTS = (
     Dialect("jamba", "<tool_calls>", "</tool_calls>"),
     Dialect("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     HERMES,
-    Dialect("llama3", "<|python_tag|>", "", needs=('"parameters"',), bare=True),
+    Dialect(
+        "llama3",
+        "<|python_tag|>",
+        "",
+        hint="ipython",
+        needs=('"parameters"',),
+        tokens=("<|python_tag|>",),
+        bare=True,
+    ),
 )
 
 _DROPPED = (
@@ -167,12 +200,13 @@ _DROPPED = (
 def recognise(templates: Collection[ChatTemplate], added_tokens: Collection[str]) -> ReplyFormat:
     """The format of a model's replies, from its templates' sources and its added tokens.
 
-    Where neither tells a dialect, calls are written as text/messages.py asks models without one to.
+    Where neither tells a dialect, calls are written as text/tool_turns.py asks for them.
     """
     source = "\0".join(template.source for template in templates)
+    dialect = next((d for d in DIALECTS if _speaks(d, source, added_tokens)), HERMES)
     return ReplyFormat(
         reasoning=_reasoning(source, added_tokens),
-        dialect=next((d for d in DIALECTS if _speaks(d, source, added_tokens)), HERMES),
+        dialects=(dialect,) if dialect.start == HERMES.start else (dialect, HERMES),
         harmony="<|channel|>" in source and "<|message|>" in source,
         dropped=tuple(mark for mark in _DROPPED if _known(mark, source, added_tokens)),
     )
@@ -193,9 +227,9 @@ def _known(mark: str, source: str, added_tokens: Collection[str]) -> bool:
 
 
 def _speaks(dialect: Dialect, source: str, added_tokens: Collection[str]) -> bool:
-    if dialect.tokens and all(token in added_tokens for token in dialect.tokens):
-        return True
-    return dialect.start in source and all(needed in source for needed in dialect.needs)
+    by_tokens = bool(dialect.tokens) and all(token in added_tokens for token in dialect.tokens)
+    told = by_tokens or (dialect.hint or dialect.start) in source
+    return told and all(needed in source for needed in dialect.needs)
 
 
 def visible_markers(reply: ReplyFormat, added_tokens: Mapping[str, int]) -> frozenset[int]:

@@ -189,16 +189,21 @@ def _sentencepiece(
     if prefix:
         # A run of spaces may begin with the prefix, so it must be found behind the normaliser.
         tokens = [META * len(token) if token and not token.strip(" ") else token for token in tokens]
-    backend = build_spm_backend(
-        tokens,
-        scores,
-        types,
-        model=model,
-        add_dummy_prefix=prefix,
-        remove_extra_whitespaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
-        charsmap=bytes(value % 256 for value in charsmap) if charsmap else None,
-        merges=merges,
-    )
+    try:
+        backend = build_spm_backend(
+            tokens,
+            scores,
+            types,
+            model=model,
+            add_dummy_prefix=prefix,
+            remove_extra_whitespaces=bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+            charsmap=bytes(value % 256 for value in charsmap) if charsmap else None,
+            merges=merges,
+        )
+    except ModelInvalid:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise ModelInvalid(f"The GGUF file's SentencePiece vocabulary is damaged: {error}.") from error
     return _strip_after_control(backend) if metadata.get("general.architecture") == "phi3" else backend
 
 

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from mlxserve.text.events import Event, Reasoning, Text
 from mlxserve.text.formats import ReplyFormat
 from mlxserve.text.harmony import HarmonyParser
-from mlxserve.text.messages import check_tools
 from mlxserve.text.stop import Markers
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_turns import check_tools
 from mlxserve.text.tools import Call, call_events, read_calls
 
 _PROMPT_TAIL = 64  # tokens of a prompt in which reasoning may have been opened
@@ -101,18 +101,20 @@ class MarkedParser:
         *,
         reasoning_opened: bool,
     ) -> None:
-        self._reasoning, self._dialect = reply.reasoning, reply.dialect
+        self._reasoning = reply.reasoning
+        self._dialects = {dialect.start: dialect for dialect in reversed(reply.dialects)} if tools else {}
+        self._dialect = reply.dialects[0]  # of the call that is being read
         self._dropped = frozenset(reply.dropped)
         self._tools, self._new_id = tools, new_id
         self._in_text = Markers(
             [
                 *([reply.reasoning.start] if reply.reasoning else []),
-                *([reply.dialect.start] if tools else []),
+                *self._dialects,
                 *reply.dropped,
             ]
         )
         self._in_reasoning = Markers([reply.reasoning.end] if reply.reasoning else [])
-        self._in_call = Markers([reply.dialect.end or reply.dialect.start])
+        self._in_call = {d.start: Markers([d.end or d.start]) for d in self._dialects.values()}
         self._rest = ""
         self._payload: list[str] = []
         self._space = ""  # white space that is text only if more text follows
@@ -120,7 +122,7 @@ class MarkedParser:
         self._trimming = False  # white space after a marked stretch is dropped
         self._calls = 0
         self._mode: Callable[[bool], list[Event] | None] = self._text
-        self._bare = reply.dialect.bare and bool(tools)
+        self._bare = any(dialect.bare for dialect in self._dialects.values())
         if reasoning_opened:
             self._mode, self._trimming = self._reason, True
 
@@ -163,7 +165,7 @@ class MarkedParser:
                 return events + self._say(mark)
             self._mode, self._trimming = self._reason, True
         else:
-            self._mode = self._call
+            self._mode, self._dialect = self._call, self._dialects[mark]
         return events
 
     def _reason(self, final: bool) -> list[Event] | None:
@@ -179,7 +181,7 @@ class MarkedParser:
     def _call(self, final: bool) -> list[Event] | None:
         if not self._rest:
             return None
-        text, mark = self._take(self._in_call, final)
+        text, mark = self._take(self._in_call[self._dialect.start], final)
         self._payload.append(text)
         if mark is None:
             return None

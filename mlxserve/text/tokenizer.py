@@ -89,8 +89,10 @@ class Tokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         """Every id that ends a generation: the given ones, and those the template ends turns with."""
         found = set(self._given_eos)
+        special = {self._added[i].content for i in self.special_ids}
         for template in self._compiled.values():
-            found |= {self.added_tokens[token] for token in end_of_turn_tokens(template, self.added_tokens)}
+            ends = end_of_turn_tokens(template, self.added_tokens, special)
+            found |= {self.added_tokens[token] for token in ends}
         return frozenset(found)
 
     @cached_property
@@ -231,12 +233,12 @@ class Tokenizer:
         for images, ModelInvalid for a broken template.
         """
         template = self.template_for(bool(tools))
-        suited, suited_tools = suit(messages, tools, self.abilities(bool(tools)), template.source)
+        suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
         return template.render(
-            suited,
-            tools=suited_tools,
+            suited.messages,
+            tools=suited.tools,
             add_generation_prompt=add_generation_prompt,
-            variables=template_kwargs,
+            variables={**suited.variables, **(template_kwargs or {})},
         )
 
     def encode_chat(
@@ -253,13 +255,14 @@ class Tokenizer:
         characters are encoded as ordinary text.
         """
         template = self.template_for(bool(tools))
-        suited, suited_tools = suit(messages, tools, self.abilities(bool(tools)), template.source)
-        marks = Marks.absent_from(template.source, suited, suited_tools, template_kwargs)
+        suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
+        variables = {**suited.variables, **(template_kwargs or {})}
+        marks = Marks.absent_from(template.source, suited.messages, suited.tools, variables)
         rendered = template.render(
-            [self._marked_message(message, marks) for message in suited],
-            tools=self._control.mark(suited_tools, marks),
+            [self._marked_message(message, marks) for message in suited.messages],
+            tools=self._control.mark(suited.tools, marks),
             add_generation_prompt=add_generation_prompt,
-            variables=self._control.mark(dict(template_kwargs or {}), marks),
+            variables=self._control.mark(variables, marks),
         )
         ids = self._encode_rendered(*unmark(rendered, marks))
         return ids if self.bos_token_id in ids else self._with_bos(ids)

@@ -126,6 +126,23 @@ def _read_deepseek(dialect: Dialect, payload: str, tools: Sequence[Mapping[str, 
     return [_call({"name": match[1], "arguments": _loads(match[2])})]
 
 
+_DSML_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</｜DSML｜parameter>', re.DOTALL
+)
+
+
+def _read_dsml(dialect: Dialect, payload: str, tools: Sequence[Mapping[str, Any]]) -> list[Call | str]:
+    """DeepSeek V3.2 and V4: a parameter is text, or JSON where it says `string="false"`."""
+    name = re.match(r'<｜DSML｜invoke name="([^"]+)">', payload)
+    if name is None:
+        raise Malformed(payload)
+    arguments = {
+        key: _loads(value) if kind == "false" else value
+        for key, kind, value in _DSML_PARAMETER.findall(payload)
+    }
+    return [_call({"name": name[1], "arguments": arguments})]
+
+
 def _with_mlx_lm(dialect: Dialect, payload: str, tools: Sequence[Mapping[str, Any]]) -> list[Call | str]:
     """Any other dialect. GLM's parser takes any text for a call, so only known names count there."""
     parsed = parser(dialect.payload)(payload.strip(), list(tools))
@@ -140,6 +157,7 @@ _READERS = {
     "pairs": _read_pairs,
     "mistral": _read_mistral,
     "deepseek": _read_deepseek,
+    "dsml": _read_dsml,
 }
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.kernels_metal.plan import AttentionPlan
+from mlxserve.kernels_metal import paged_attention as paged
+from mlxserve.kernels_metal.plan import AttentionPlan, Pages, QuantisedPages
+from tests.metal import harness
 
 POISON = -123_456  # a page id that no kernel may look up
 
@@ -120,3 +122,55 @@ def _pages(start: int, count: int, page_size: int, window: int | None) -> tuple[
     """Half-open range of page indices, from position 0, that a segment's rows see."""
     first = _first_key(start, window) // page_size
     return first, max(first, -(-(start + count) // page_size)) if count else first
+
+
+def pack(
+    pages: np.ndarray, bits: int, group_size: int = 32, dtype: mx.Dtype = mx.float32
+) -> tuple[QuantisedPages, np.ndarray]:
+    """Pages quantised head by head, and the values they stand for; unused slots stay NaN."""
+    unused = np.isnan(pages)
+    given = mx.array(np.where(unused, 0, pages)).astype(dtype)
+    words, scales, biases = mx.quantize(given, group_size=group_size, bits=bits)
+    exact = (words, scales.astype(mx.float32), biases.astype(mx.float32))
+    values = np.array(mx.dequantize(*exact, group_size=group_size, bits=bits))
+    nan = mx.array(np.where(unused[..., ::group_size], np.nan, 0)).astype(dtype)
+    return QuantisedPages(words, scales + nan, biases + nan, bits, group_size), np.where(
+        unused, np.nan, values
+    )
+
+
+def check_traffic(
+    result: harness.Result, plan: AttentionPlan, heads: int, k_pages: Pages, v_pages: Pages
+) -> None:
+    """Each launch reads each key and value that its tasks see once a K/V head, and fits a threadgroup."""
+    kv_heads = k_pages.shape[2]
+    group = heads // kv_heads
+    for launch in result.launches:
+        assert launch.counters.threadgroup_bytes <= paged.THREADGROUP_BYTES
+        if launch.name.startswith("paged_reduce"):
+            continue
+        few = launch.name.startswith("paged_decode")
+        queries = paged.DECODE_QUERIES if few else paged.TILE_QUERIES
+        served = [s for s, n in enumerate(plan.counts) if n and few == (n * group <= paged.DECODE_QUERIES)]
+        keys = sum(_keys_seen(plan, s, group, queries) for s in served)
+        for side, pages in (("k", k_pages), ("v", v_pages)):
+            buffers = [t for name, t in launch.counters.traffic.items() if name.split("_")[0] == side]
+            assert sum(buffer.read for buffer in buffers) <= 1.05 * keys * kv_heads * _vector_bytes(pages)
+
+
+def _keys_seen(plan: AttentionPlan, s: int, group: int, queries: int) -> int:
+    """Keys that the tasks of segment s see, a key once a task of so many queries."""
+    total = 0
+    for pair in range(0, plan.counts[s] * group, queries):
+        last = min(pair + queries, plan.counts[s] * group) - 1
+        first = plan.first_key(plan.starts[s] + pair // group)
+        total += plan.starts[s] + last // group + 1 - first
+    return total
+
+
+def _vector_bytes(pages: Pages) -> float:
+    """Of one head's key or value."""
+    size = pages.shape[3]
+    if not isinstance(pages, QuantisedPages):
+        return size * pages.dtype.size
+    return size * pages.bits / 8 + size / pages.group_size * 2 * pages.dtype.size

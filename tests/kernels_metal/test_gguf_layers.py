@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.gemma4_text import GeGLU
+from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from mlxserve.errors import ModelUnsupported
-from mlxserve.kernels_metal.layers import GGUFEmbedding, GGUFLinear, GGUFSwitchLinear, use_blocks
+from mlxserve.kernels_metal import gguf_reference, switch
+from mlxserve.kernels_metal.layers import (
+    GGUFEmbedding,
+    GGUFLinear,
+    GGUFSwitchGLU,
+    GGUFSwitchLinear,
+    use_blocks,
+)
 from tests.kernels_metal.gguf_samples import random_blocks, truth
 from tests.kernels_metal.products import assert_close, vectors
+from tests.metal import harness
 
 
 def filled(layer: nn.Module, seed: int = 0) -> np.ndarray:
@@ -46,17 +58,65 @@ def test_embedding_and_tied_head() -> None:
     assert_close(np.array(layer.as_linear(x)), np.array(x) @ weights.T, mx.float32)
 
 
+@pytest.mark.parametrize("slab", [600, 10**6])
+def test_gradients_pass_through_blocks(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+    monkeypatch.setattr(gguf_reference, "SLAB_WEIGHTS", slab)
+    layer = GGUFLinear(256, 7, "Q5_K")
+    weights = filled(layer)
+    x, y = vectors(3, 256, mx.float32), vectors(3, 7, mx.float32, seed=2)
+    gradient = mx.grad(lambda x: (layer(x) * y).sum())(x)
+    assert_close(np.array(gradient), np.array(y) @ weights, mx.float32)
+
+
+class Mixture(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.mlp = SwitchGLU(64, 96, 5, **settings)
+
+
+def mixtures(kinds: tuple[str, str, str], **settings: Any) -> tuple[nn.Module, nn.Module]:
+    """A mixture on blocks of `kinds`, and mlx-lm's own with the same numbers."""
+    blocks, plain = Mixture(**settings), Mixture(**settings)
+    names = ("gate_proj", "up_proj", "down_proj")
+    use_blocks(blocks, {f"mlp.{name}": kind for name, kind in zip(names, kinds)}, mx.float32)
+    for i, name in enumerate(names):
+        plain.mlp[name].weight = mx.array(filled(blocks.mlp[name], i))
+    return blocks.mlp, plain.mlp
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "fused"),
+    [
+        (("Q4_0", "Q4_0", "IQ4_NL"), {}, True),
+        (("Q4_0", "Q4_0", "Q8_0"), {"activation": GeGLU()}, True),
+        (("Q4_0", "Q4_0", "Q8_0"), {"activation": SwigluOAI()}, False),
+        (("Q4_0", "Q8_0", "Q8_0"), {}, False),
+        (("Q4_0", "Q4_0", "Q8_0"), {"bias": True}, False),
+    ],
+)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_take_the_place_of_a_switch_layer(tokens: int) -> None:
-    """40 tokens make mlx-lm sort its rows by expert."""
-    plain = SwitchGLU(64, 96, 5)
-    blocks = SwitchGLU(64, 96, 5)
-    use_blocks(blocks, {"gate_proj": "Q4_0", "up_proj": "Q8_0", "down_proj": "IQ4_NL"}, mx.float32)
-    for i, name in enumerate(("gate_proj", "up_proj", "down_proj")):
-        plain[name].weight = mx.array(filled(blocks[name], i))
+def test_mixtures(tokens: int, kinds: tuple[str, str, str], settings: dict[str, Any], fused: bool) -> None:
+    """40 tokens are sorted by expert."""
+    blocks, plain = mixtures(kinds, **settings)
+    assert isinstance(blocks, GGUFSwitchGLU) == fused
+    x = vectors(tokens, 64, mx.float32).reshape(1, tokens, 64) / 8
+    indices = mx.array(np.random.default_rng(0).integers(0, 5, (1, tokens, 2)))
+    assert_close(np.array(blocks(x, indices)), np.array(plain(x, indices)), mx.float32)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_mixtures_on_the_kernels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(switch, "enabled", lambda kernel: True)
+    blocks, plain = mixtures(("Q4_0", "Q4_0", "Q4_1"))
     x = vectors(tokens, 64, mx.float32) / 8
     indices = mx.array(np.random.default_rng(0).integers(0, 5, (tokens, 2)))
-    assert_close(np.array(blocks(x, indices)), np.array(plain(x, indices)), mx.float32)
+    result = harness.run(blocks, x, indices)
+    assert_close(result.outputs[0], np.array(plain(x, indices)), mx.float32)
+    names = [launch.name for launch in result.launches]
+    few = ["moe_gate_up_q4_0_v1", "gguf_gather_qmv_q4_1_v1"]
+    many = ["gguf_gather_qmm_q4_0_v1"] * 2 + ["gguf_gather_qmm_q4_1_v1"]
+    assert names == (few if tokens == 3 else many)
 
 
 def test_experts_with_bias() -> None:

@@ -37,6 +37,14 @@ def test_matmul_in_slabs_of_any_size(monkeypatch: pytest.MonkeyPatch, slab: int,
     assert_close(np.array(ours.astype(mx.float32)), right, dtype)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_matmul_of_few_vectors(kind: str, count: int) -> None:
+    blocks, x = random_blocks(kind, (13,), 512), vectors(count, 512, mx.float32)
+    ours = gguf_reference.matmul(x, mx.array(blocks), kind)
+    assert_close(np.array(ours), np.array(x) @ truth(blocks, kind).T, mx.float32)
+
+
 @pytest.mark.parametrize("share", [1, 3])
 def test_gather_matmul_takes_each_rows_expert(share: int) -> None:
     blocks, x = random_blocks("Q3_K", (4, 7), 256), vectors(5, 256, mx.float32)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlxserve.errors import UsageError
 from mlxserve.kernels_metal import layout, reference
-from mlxserve.kernels_metal.plan import AttentionPlan, QuantisedPages
-from tests.kernels_metal.paged import Problem, attend, problem
+from mlxserve.kernels_metal.plan import AttentionPlan
+from tests.kernels_metal.paged import Problem, attend, pack, problem
 
 SCALE = 0.2
 
@@ -75,6 +75,15 @@ def test_head_groups(heads: int, kv_heads: int) -> None:
     check(problem([30, 70, 5], [1, 1, 4], heads=heads, kv_heads=kv_heads))
 
 
+@pytest.mark.parametrize("window", [None, 5, 33, 400])
+@pytest.mark.parametrize("sinking", [True, False])
+def test_chunks_by_mlx_attention(window: int | None, sinking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU takes; MLX's own attention runs anywhere."""
+    monkeypatch.setattr(reference, "_has_fused_attention", lambda: True)
+    sinks = np.array([-3.0, 0.0, 2.0, 30.0], np.float32) if sinking else None
+    check(problem([0, 40, 16, 3], [150, 1, 5, 2], window=window), sinks)
+
+
 def test_long_runs_are_read_in_place_and_the_rest_gathered() -> None:
     case = problem([399, 300], [1, 1], shuffled=False)
     table = case.plan.tables.copy()
@@ -125,16 +134,6 @@ def test_one_side_packed() -> None:
     out = reference.paged_attention(mx.array(case.q), mx.array(case.k_pages), v_pages, case.plan, scale=SCALE)
     truth = attend(case.q, case.k_pages, v_values, case.plan, SCALE)
     np.testing.assert_allclose(np.array(out), truth, atol=2e-5)
-
-
-def pack(pages: np.ndarray, bits: int, group_size: int = 32) -> tuple[QuantisedPages, np.ndarray]:
-    """Pages quantised head by head, and the values they stand for; unused slots stay NaN."""
-    unused = np.isnan(pages)
-    parts = mx.quantize(mx.array(np.where(unused, 0, pages)), group_size=group_size, bits=bits)
-    values = np.array(mx.dequantize(*parts, group_size=group_size, bits=bits))
-    nan = mx.array(np.where(unused[..., ::group_size], np.nan, 0).astype(np.float32))
-    packed = QuantisedPages(parts[0], parts[1] + nan, parts[2] + nan, bits, group_size)
-    return packed, np.where(unused, np.nan, values)
 
 
 @pytest.mark.parametrize("length", [255, 256, 257])

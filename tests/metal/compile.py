@@ -161,7 +161,11 @@ def load_runtime() -> ctypes.CDLL:
 
 def build(source: str, signature: Signature, strict: bool = True) -> Path:
     """Compile a kernel, or find it in the cache. `strict` off is for text that is not ours."""
-    checks = [*REFUSED, f"-fsanitize={UNDEFINED}", "-fno-sanitize-trap=all"] if strict else ["-w"]
+    checks = (
+        [*REFUSED, f"-fsanitize={UNDEFINED}", "-fno-sanitize-trap=all", "-fno-sanitize-recover=all"]
+        if strict
+        else ["-w"]
+    )
     text = unit(source, signature)
     front = [*FRONT_END, *checks, "-fsanitize=thread"]
     key = _key(text, front, BACK_END, _EDITS, _digest_of_folder(SHIM), mx.__version__)

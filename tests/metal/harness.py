@@ -223,7 +223,7 @@ def _execute(
     traced = trace(kernel, arrays, output_shapes=output_shapes, output_dtypes=output_dtypes, **call)
     assert traced.row_contiguous, "ensure_row_contiguous=False is not supported by the harness"
     source = annotate(traced.source, _pieces(made_with), made_with["name"])
-    signature = read_signature(source, traced.name)
+    signature = read_signature(traced.source, traced.name)
     if session.strict:
         _refuse(source)
     library = compiler.build(source, signature, session.strict)

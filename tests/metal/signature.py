@@ -38,7 +38,6 @@ class Signature:
 
     buffers: tuple[str, ...]
     call: str
-    line: int  # of the body's first line, in the generated source
 
 
 def strip_comments(text: str) -> str:
@@ -68,8 +67,7 @@ def read_signature(source: str, name: str) -> Signature:
     values = [_value(parameter, i, template) for i, parameter in enumerate(parameters)]
     buffers = tuple(_buffer_name(p) for p in parameters if "buffer(" in p)
     instance = f"<{', '.join(template.values())}>" if template else ""
-    body = code.index("{", end)
-    return Signature(buffers, f"{name}{instance}({', '.join(values)})", code.count("\n", 0, body) + 2)
+    return Signature(buffers, f"{name}{instance}({', '.join(values)})")
 
 
 def _closing(code: str, start: int) -> int:

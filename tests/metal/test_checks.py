@@ -36,6 +36,11 @@ CAUGHT = {
     ),
     "past_a_local_array": ("float a[4] = {0}; a[int(x[i]) % 6] = 1; y[i] = a[0];", "out of the bounds of"),
     "before_a_local_array": ("float a[4] = {0}; y[i] = a[int(x[i]) - 1];", "out of the bounds of"),
+    "past_a_local_array_of_structs": (
+        "struct S { int a, b; }; S s[4]; for (int k = 0; k <= 4; k++) { s[k] = S(); s[k].a = int(x[i]); }"
+        "y[i] = s[i % 4].a;",
+        "index 4 is out of the bounds of",
+    ),
     "past_a_local_array_by_pointer": (
         "float a[4] = {0}; thread float* p = a; p[int(x[i]) % 6] = 1; y[i] = a[0];",
         "out of the bounds of a local array",
@@ -122,6 +127,10 @@ CAUGHT = {
     "two_simd_operations_in_a_line": (
         "y[i] = (i & 1) ? simd_sum(x[i]) : simd_max(x[i]);",
         "wait in simd_max at line 1, this lane comes to simd_sum at line 1",
+    ),
+    "two_barriers_in_a_line": (
+        "if (i < 32) { " + BARRIER + "} else { " + BARRIER + "} y[i] = 1;",
+        "comes to that of line 1 by another call",
     ),
     "simd_after_return": (
         "y[i] = 1; if (i == 3) return; y[i] = simd_sum(x[i]);",
@@ -219,6 +228,26 @@ def test_failure_names_place_and_both_threads() -> None:
     assert (failure.other.line, failure.other.thread, failure.other.simdgroup) == (4, 63, 1)
     assert failure.where.threadgroup == (0, 0, 0) and failure.order == "reverse"
     assert "thread 31 of threadgroup (0, 0, 0) (simdgroup 0, lane 31)" in str(failure)
+
+
+def test_a_fault_ends_the_launch_and_not_the_process() -> None:
+    """Functions that call each other run out of stack, which no check foresees."""
+    header = """inline float odd(float v);
+        inline float even(float v) { return v == 0 ? 1.0f : 1.0f + odd(v - 1); }
+        inline float odd(float v) { return v == 0 ? 0.0f : 2.0f * even(v - 1); }
+        """
+    with pytest.raises(harness.KernelFailure, match="the thread faulted"):
+        run_body("y[i] = even(x[i] + 1e6f);", header)
+    assert run_body("y[i] = even(x[i]);", header).outputs[0][0] == 1
+
+
+def test_a_helper_called_from_two_places_holds_two_barriers() -> None:
+    header = "inline float meet(float v) { threadgroup_barrier(mem_flags::mem_none); return v; }\n"
+    with pytest.raises(harness.KernelFailure, match="by another call"):
+        run_body("if (i < 32) { y[i] = meet(1); } else { y[i] = meet(2); }", header)
+    header = "inline float total(float v) { return simd_sum(v); }\n"
+    with pytest.raises(harness.KernelFailure, match="by another call"):
+        run_body("if (i & 1) { y[i] = total(1); } else { y[i] = total(2); }", header)
 
 
 def two_threadgroups(body: str, **options: object) -> harness.Result:

@@ -10,8 +10,9 @@ import pytest
 
 from mlxserve.errors import Unsupported, UsageError
 from mlxserve.text.abilities import probe
-from mlxserve.text.messages import GENERIC_TOOLS, suit
+from mlxserve.text.messages import suit
 from mlxserve.text.template import ChatTemplate
+from mlxserve.text.tool_turns import GENERIC_TOOLS
 from tests.text.conftest import MakeTokenizer
 
 CHATML = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -47,8 +48,10 @@ def call(arguments: Any, name: str = "add", call_id: str = "call_1") -> dict[str
 
 def render(source: str, messages: Any, tools: Any = None) -> str:
     template = ChatTemplate(source)
-    suited, suited_tools = suit(messages, tools, probe(template), source)
-    return template.render(suited, tools=suited_tools, add_generation_prompt=False)
+    suited = suit(messages, tools, probe(template), source)
+    return template.render(
+        suited.messages, tools=suited.tools, add_generation_prompt=False, variables=suited.variables
+    )
 
 
 def user(text: Any = "hi") -> dict[str, Any]:

@@ -214,7 +214,7 @@ def test_dialects_are_recognised_in_shipped_templates(
     make: MakeTokenizer, data: Path, name: str, dialect: str
 ) -> None:
     tokenizer = make((data / "templates" / f"{name}.jinja").read_text())
-    assert tokenizer.reply_format.dialect.name == dialect
+    assert tokenizer.reply_format.dialects[0].name == dialect
     assert not tokenizer.reply_format.harmony
 
 

@@ -42,25 +42,25 @@ def to_config(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
 
 
 def _sizes(keys: Keys, row: Architecture, tensors: Mapping[str, TensorInfo]) -> Config:
-    hidden, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     eps_key, eps_field = row.eps
     return {
         "model_type": row.model_type,
         "hidden_size": hidden,
-        "num_hidden_layers": keys.number("block_count"),
+        "num_hidden_layers": keys.size("block_count"),
         "intermediate_size": keys.number("feed_forward_length", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.number("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": _head_dim(keys, row, hidden, heads),
         eps_field: keys.number(eps_key),
         "vocab_size": _vocabulary(keys, tensors),
-        "max_position_embeddings": keys.number("context_length"),
+        "max_position_embeddings": keys.size("context_length"),
         "tie_word_embeddings": row.head != "own" and HEAD not in tensors,
     }
 
 
 def _head_dim(keys: Keys, row: Architecture, hidden: int, heads: int) -> int:
-    width = keys.number("attention.key_length", hidden // heads)
+    width = keys.size("attention.key_length", hidden // heads)
     if keys.number("attention.value_length", width) != width:
         raise ModelUnsupported("The file's keys and values have heads of different widths.")
     if not row.own_head_dim and width * heads != hidden:
@@ -68,7 +68,7 @@ def _head_dim(keys: Keys, row: Architecture, hidden: int, heads: int) -> int:
             f"The file's {heads} heads of width {width} do not make up its hidden size {hidden}, "
             f"which the definition of {row.name} takes for granted."
         )
-    return int(width)
+    return width
 
 
 def _vocabulary(keys: Keys, tensors: Mapping[str, TensorInfo]) -> int:
@@ -82,7 +82,7 @@ def _vocabulary(keys: Keys, tensors: Mapping[str, TensorInfo]) -> int:
 
 def _rope(keys: Keys, row: Architecture, config: Config, tensors: Mapping[str, TensorInfo]) -> Config:
     width, base = config["head_dim"], keys.number("rope.freq_base", 10000.0)
-    dims = keys.number("rope.dimension_count", width)
+    dims = keys.size("rope.dimension_count", width)
     if dims != width and not row.partial_rotary:
         raise ModelUnsupported(
             f"The file rotates {dims} of {width} dimensions a head, "

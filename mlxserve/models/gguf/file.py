@@ -89,11 +89,11 @@ def read_container(path: Path) -> Container:
     if not path.is_file():
         raise ModelNotFound(f"There is no file {path}.")
     paths = part_paths(path)
-    readers = [_open(part) for part in paths]
-    metadata = _plain(readers[0])
+    opened = [_open(part) for part in paths]
+    metadata = opened[0][1]
     tensors: dict[str, TensorInfo] = {}
-    for number, (part, reader) in enumerate(zip(paths, readers)):
-        _check_part(part, _plain(reader) if number else metadata, number, len(paths))
+    for number, (part, (reader, own)) in enumerate(zip(paths, opened)):
+        _check_part(part, own, number, len(paths))
         for tensor in _tensors(part, reader):
             if tensor.name in tensors:
                 raise ModelInvalid(f"{part.name} repeats the tensor {tensor.name} of an earlier part.")
@@ -156,10 +156,12 @@ def _scan_strings(raw: memoryview, offset: int, count: int) -> tuple[np.ndarray,
     return np.array(texts, dtype=object), offset
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """(reader, metadata as Python values) of one file."""
     _check_header(path)
     try:
-        return _FastReader(path)
+        reader = _FastReader(path)
+        return reader, _plain(reader)
     except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         raise ModelInvalid(
             f"{path.name} is damaged or cut short ({_reason(error)}); download it again."

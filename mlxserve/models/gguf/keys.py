@@ -49,7 +49,7 @@ class Keys:
     def number(self, name: str, default: Any = _MISSING) -> Any:
         """A number; one given per layer must be the same in each.
 
-        Raises ModelInvalid if it is required and absent, ModelUnsupported if layers differ.
+        Raises ModelInvalid if it is required and absent or no number, ModelUnsupported if layers differ.
         """
         value = self.get(name, default)
         if value is _MISSING:
@@ -60,8 +60,17 @@ class Keys:
                     f"The file gives {self._prefix}{name} layer by layer ({value[:4]}…); layers of different "
                     f"sizes are not supported for {self.architecture}."
                 )
-            return value[0]
+            value = value[0]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelInvalid(f"The file's {self._prefix}{name} is {_short(value)}, which is no number.")
         return value
+
+    def size(self, name: str, default: Any = _MISSING) -> int:
+        """A whole number above zero. Raises as `number`."""
+        value = self.number(name, default)
+        if value < 1 or value != int(value):
+            raise ModelInvalid(f"The file's {self._prefix}{name} is {value}, which is no size.")
+        return int(value)
 
     def unread(self, name: str) -> Any:
         """The value if nobody has read it yet, else None; it counts as read afterwards."""

@@ -71,7 +71,7 @@ def _yarn(keys: Keys, factor: float, context: int) -> Scaling:
     return {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": keys.number("rope.scaling.original_context_length", context),
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", context),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
         "mscale": 1.0,
@@ -85,7 +85,7 @@ def _longrope(keys: Keys, tensors: Mapping[str, TensorInfo], dims: int, context:
         raise ModelInvalid(
             f"The file scales positions by longrope but lacks {LONG_FACTORS} or {SHORT_FACTORS}."
         )
-    original = keys.number("rope.scaling.original_context_length")
+    original = keys.size("rope.scaling.original_context_length")
     ratio = context / original
     computed = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
     if not math.isclose(keys.number("rope.scaling.attn_factor", computed), computed, rel_tol=1e-4):

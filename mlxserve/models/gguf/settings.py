@@ -22,16 +22,16 @@ def nothing(keys: Keys, config: Config, names: frozenset[str]) -> Config:
 
 def mixtral(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     return {
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
     }
 
 
 def qwen3_moe(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     return {
-        "num_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "moe_intermediate_size": keys.number("expert_feed_forward_length"),
+        "num_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
         "norm_topk_prob": bool(keys.get("expert_weights_norm", True)),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -40,17 +40,17 @@ def qwen3_moe(keys: Keys, config: Config, names: frozenset[str]) -> Config:
 
 def gpt_oss(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     return {
-        "num_local_experts": keys.number("expert_count"),
-        "num_experts_per_tok": keys.number("expert_used_count"),
-        "intermediate_size": keys.number("expert_feed_forward_length"),
-        "sliding_window": keys.number("attention.sliding_window"),
+        "num_local_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "intermediate_size": keys.size("expert_feed_forward_length"),
+        "sliding_window": keys.size("attention.sliding_window"),
         "layer_types": _layer_types(keys, config, default=2),
     }
 
 
 def gemma2(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     # The definition has no sliding layers: exact up to the window, which is the context given here.
-    window = keys.number("attention.sliding_window", 4096)
+    window = keys.size("attention.sliding_window", 4096)
     keys.get("attention.sliding_window_pattern")
     return {
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
@@ -93,7 +93,7 @@ def smollm3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
 
 def olmo3(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     return {
-        "sliding_window": keys.number("attention.sliding_window"),
+        "sliding_window": keys.size("attention.sliding_window"),
         "layer_types": _layer_types(keys, config, default=4),
     }
 
@@ -119,7 +119,7 @@ def cohere2(keys: Keys, config: Config, names: frozenset[str]) -> Config:
     return {
         "logit_scale": keys.number("logit_scale"),
         "layer_norm_bias": False,
-        "sliding_window": keys.number("attention.sliding_window"),
+        "sliding_window": keys.size("attention.sliding_window"),
         "sliding_window_pattern": _period(keys, default=4),
     }
 

@@ -1,8 +1,9 @@
 """From a file's tensors to the weights of an mlx-lm definition: names, order of rows, numbers.
 
 Knows: how to undo what a converter did (rows interleaved by head, norms with one added, head and embedding
-tied), and both forms of the result: floats, or MLX's packed quantisation. Every tensor of the file is either
-used or refused by name. Knows nothing of metadata; the row and the configuration say it all.
+tied), and the forms of the result: floats, MLX's packed quantisation, or blocks as they lie in the file.
+Every tensor of the file is either used or refused by name. Knows nothing of metadata; the row and the
+configuration say it all.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported
+from mlxserve.kernels_metal.gguf_formats import FORMATS
 from mlxserve.models.gguf.architectures import Architecture
 from mlxserve.models.gguf.config import EMBEDDING, HEAD
 from mlxserve.models.gguf.file import TensorInfo
 from mlxserve.models.gguf.quants import FLOAT_TYPES, GROUP_SIZE, REPACKABLE, Packed, dequantise, repack
 from mlxserve.models.gguf.rope import FACTOR_TENSORS
 
-Mode = Literal["float", "packed"]
+Mode = Literal["float", "packed", "blocks"]
 Form = tuple[int, str]  # bits and MLX's mode
 # Tables of rotary frequencies in old files; the definitions compute them.
 _UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd(\.weight)?|rope_freqs")
@@ -35,10 +37,12 @@ class Weights:
 
     arrays: parameter name -> array. quantization: for mlx-lm's configuration, None where nothing is packed:
     the commonest `group_size`, `bits` and `mode`, and an entry of its own for each layer that differs.
-    report: tensor name -> "repacked", "dequantised" (stored in blocks) or "float" (stored as numbers).
+    blocks: path of a layer whose weight is uint8 blocks -> their type, for kernels_metal.layers.use_blocks.
+    report: tensor name -> "blocks", "repacked", "dequantised" (stored in blocks) or "float" (as numbers).
     """
 
     arrays: dict[str, mx.array] = field(default_factory=dict)
+    blocks: dict[str, str] = field(default_factory=dict)
     quantization: dict[str, Any] | None = None
     report: dict[str, str] = field(default_factory=dict)
 
@@ -69,7 +73,8 @@ def read_weights(
 
     mode "float": everything in `dtype`. mode "packed": block types that have an exact form in MLX's
     quantisation keep their size, with scales and biases in `dtype` (exact in float32, and in float16 for
-    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4); all others become `dtype`.
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4); all others become `dtype`. mode "blocks": matrices of a type
+    that kernels_metal reads stay as they lie in the file; all others as in "packed".
     Raises ModelInvalid (a tensor missing or of the wrong size) or ModelUnsupported (one that the definition
     has no place for, or a type that cannot be read); both name the tensor.
     """
@@ -80,8 +85,14 @@ def read_weights(
             result.arrays[placed.target] = mx.zeros(placed.shape, dtype)
             continue
         source = _ordered(placed.source, placed.heads)
-        packed = repack(source.data, source.type, source.shape) if source.type in REPACKABLE else None
-        if packed is not None and mode == "packed" and _fits(packed, dtype):
+        if mode == "blocks" and _stays_in_blocks(placed, source):
+            result.arrays[placed.target] = mx.array(source.data)
+            result.blocks[placed.target.removesuffix(".weight")] = source.type.name
+            result.report[source.name] = "blocks"
+            continue
+        matrix = source.type in REPACKABLE and len(source.shape) > 1
+        packed = repack(source.data, source.type, source.shape) if matrix else None
+        if packed is not None and mode != "float" and _fits(packed, dtype):
             layer = placed.target.removesuffix(".weight")
             arrays = _packed_arrays(layer, packed, dtype)
             forms[layer], outcome = (packed.bits, packed.mode), "repacked"
@@ -117,6 +128,11 @@ def placements(
         used |= {place.source.name for place in bias if place.source is not None}
     _refuse_leftovers(tensors, used, row)
     return placed
+
+
+def _stays_in_blocks(placed: Placement, source: TensorInfo) -> bool:
+    matrix = len(source.shape) > 1 and placed.target.endswith(".weight")
+    return matrix and not placed.offset and source.type.name in FORMATS
 
 
 def _bases(tensors: Mapping[str, TensorInfo], row: Architecture, layers: int) -> Iterator[str]:
@@ -192,7 +208,7 @@ def _ordered(tensor: TensorInfo, heads: int | None) -> TensorInfo:
     if heads is None:
         return tensor
     rows = tensor.shape[0]
-    if rows % (2 * heads):
+    if not rows or rows % (2 * heads):
         raise ModelInvalid(f"{tensor.name} has {rows} rows, which {heads} heads cannot share evenly.")
     order = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     raw = tensor.data.reshape(rows, -1)[order].reshape(tensor.data.shape)

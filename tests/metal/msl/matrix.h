@@ -58,7 +58,7 @@ MSL_QUIET void simdgroup_multiply_accumulate(
   }
 }
 template <class D, class A, class B>
-inline void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
+METAL_FUNC MSL_TOGETHER void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
                                thread simdgroup_matrix<B, 8, 8>& b, MSL_AT) {
   auto zero = make_filled_simdgroup_matrix<D, 8, 8>(D(0));
   simdgroup_multiply_accumulate(d, a, b, zero, at);

@@ -6,7 +6,7 @@
 
 // The arithmetic below reads the runtime's slots, not a kernel's memory: it is not instrumented.
 #define MSL_UNWATCHED no_sanitize("thread", "coverage", "signed-integer-overflow")
-#define MSL_QUIET __attribute__((MSL_UNWATCHED, noinline))
+#define MSL_QUIET __attribute__((MSL_UNWATCHED, noinline, convergent, nomerge))
 #define MSL_QUIET_INLINE inline __attribute__((MSL_UNWATCHED, always_inline))
 #define MSL_AT msl_place at = msl_place::here()
 
@@ -14,8 +14,8 @@ namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_device_and_threadgroup = 3, mem_texture = 4 };
 inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((int)a | (int)b); }
 
-inline void threadgroup_barrier(mem_flags flags, MSL_AT) { msl_threadgroup_barrier(at, (int)flags); }
-inline void simdgroup_barrier(mem_flags flags, MSL_AT) { msl_simdgroup_barrier(at, (int)flags); }
+METAL_FUNC MSL_TOGETHER void threadgroup_barrier(mem_flags flags, MSL_AT) { msl_threadgroup_barrier(at, (int)flags); }
+METAL_FUNC MSL_TOGETHER void simdgroup_barrier(mem_flags flags, MSL_AT) { msl_simdgroup_barrier(at, (int)flags); }
 } // namespace metal
 
 namespace msl {
@@ -31,9 +31,9 @@ struct lanes {
 };
 
 template <class T>
-MSL_QUIET_INLINE lanes<T> exchange(msl_place at, const char* what, T operand) {
+MSL_QUIET_INLINE MSL_TOGETHER lanes<T> exchange(msl_place at, const char* what, T operand) {
   static_assert(sizeof(T) <= MSL_SLOT, "operand of a simdgroup operation is too large");
-  return {msl_exchange(at, what, &operand, sizeof(T))};
+  return {msl_exchange(at, __builtin_return_address(0), what, &operand, sizeof(T))};
 }
 
 // The operand of lane `from`; reading a lane that is not there is undefined in Metal and a failure here.
@@ -147,7 +147,7 @@ MSL_QUIET T simd_broadcast_first(T value, MSL_AT) {
   auto all = msl::exchange(at, "simd_broadcast_first", value);
   return all[(unsigned)__builtin_ctz(all.result.lanes)];
 }
-inline MSL_QUIET bool simd_is_first(MSL_AT) {
+MSL_QUIET inline bool simd_is_first(MSL_AT) {
   auto all = msl::exchange(at, "simd_is_first", (char)0);
   return msl_lane() == (unsigned)__builtin_ctz(all.result.lanes);
 }
@@ -158,15 +158,15 @@ struct simd_vote {
   bool all() const { return bits == 0xfffffffful; }
   bool any() const { return bits != 0; }
 };
-inline MSL_QUIET simd_vote simd_ballot(bool vote, MSL_AT) {
+MSL_QUIET inline simd_vote simd_ballot(bool vote, MSL_AT) {
   auto all = msl::exchange(at, "simd_ballot", vote);
   ulong bits = 0;
   for (unsigned i = 0; i < 32; i++)
     if (all.active(i) && all[i]) bits |= 1ul << i;
   return {bits};
 }
-inline bool simd_any(bool vote, MSL_AT) { return simd_ballot(vote, at).bits != 0; }
-inline bool simd_all(bool vote, MSL_AT) { return simd_ballot(!vote, at).bits == 0; }
+METAL_FUNC MSL_TOGETHER bool simd_any(bool vote, MSL_AT) { return simd_ballot(vote, at).bits != 0; }
+METAL_FUNC MSL_TOGETHER bool simd_all(bool vote, MSL_AT) { return simd_ballot(!vote, at).bits == 0; }
 
 template <class T>
 MSL_QUIET T quad_sum(T value, MSL_AT) {

@@ -202,7 +202,9 @@ extern "C" void msl_launch(const Kernel* kernel, const Launch* launch, Failure* 
     run.regions[i].traffic = &traffic[i];
   }
   u32 mapped = run.region_count;
+  catch_faults();
   if (!failed()) run_grid();
+  release_faults();
   forget_traffic();
   for (u32 i = 0; i < mapped; i++) unmap_buffer(i);
   *totals = run.totals;

@@ -9,13 +9,6 @@ struct msl_exchange_result {
 
 enum { MEM_DEVICE = 1, MEM_THREADGROUP = 2 };
 
-// Places come from __builtin_FILE and __builtin_LINE; equal files need not be equal pointers.
-static bool same_text(const char* a, const char* b) {
-  while (*a && *a == *b) a++, b++;
-  return *a == *b;
-}
-static bool same_place(Place a, Place b) { return a.line == b.line && same_text(a.file, b.file); }
-
 static void wait(FiberState state, Place at, const char* what) {
   run.current->state = state;
   run.current->waits_at = at;
@@ -43,12 +36,13 @@ static Location first_waiting(FiberState state) {
   return {};
 }
 
-static void check_barrier(Place at) {
-  if (run.at_barrier && !same_place(at, run.barrier_at)) {
+// One line can hold two barriers: a helper's, called from two places.
+static void check_barrier(Place at, const void* call) {
+  if (run.at_barrier && call != run.barrier_call) {
     run.failure->other = first_waiting(AT_BARRIER);
     run.failure->other.place = run.barrier_at;
-    fail(current_at(at), "barrier divergence: %u threads wait at the barrier of line %u, this thread comes to that of line %u",
-         run.at_barrier, run.barrier_at.line, at.line);
+    fail(current_at(at), "barrier divergence: %u threads wait at the barrier of line %u, this thread comes to that of line %u%s",
+         run.at_barrier, run.barrier_at.line, at.line, at.line == run.barrier_at.line ? " by another call" : "");
   }
   if (run.returned)
     fail(current_at(at), "barrier divergence: %u of %u threads of the threadgroup have returned and will never come to this barrier",
@@ -60,19 +54,21 @@ extern "C" u32 msl_lane() { return run.current->thread.lane; }
 extern "C" void msl_fail(Place at, const char* what) { fail(current_at(at), "%s", what); }
 
 extern "C" void msl_threadgroup_barrier(Place at, int flags) {
+  const void* call = __builtin_return_address(0);
   run.current->barriers++;
-  check_barrier(at);
+  check_barrier(at, call);
   run.barrier_at = at;
+  run.barrier_call = call;
   if (++run.at_barrier < run.thread_count) return wait(AT_BARRIER, at, "threadgroup_barrier");
   open_barrier(flags);
   // In the forward order the last to arrive goes on at once; in the others it queues up behind.
   if (run.launch->order != 0) switch_to_scheduler();
 }
 
-static void check_exchange(Simdgroup& group, Place at, const char* what) {
-  if (group.arrived && !(same_place(group.at, at) && same_text(group.what, what)))
-    fail(current_at(at), "simdgroup divergence: lanes %08x wait in %s at line %u, this lane comes to %s at line %u", group.arrived,
-         group.what, group.at.line, what, at.line);
+static void check_exchange(Simdgroup& group, Place at, const void* call, const char* what) {
+  if (group.arrived && call != group.call)
+    fail(current_at(at), "simdgroup divergence: lanes %08x wait in %s at line %u, this lane comes to %s at line %u%s", group.arrived,
+         group.what, group.at.line, what, at.line, at.line == group.at.line ? " by another call" : "");
   if (group.returned)
     fail(current_at(at), "simdgroup divergence: lanes %08x have returned and will never come to %s", group.returned, what);
 }
@@ -88,11 +84,12 @@ static void open_exchange(Simdgroup& group, int flags) {
   wake(AT_EXCHANGE, first, first + LANES < run.thread_count ? first + LANES : run.thread_count);
 }
 
-static msl_exchange_result exchange(Place at, const char* what, const void* operand, u32 size, int flags) {
+static msl_exchange_result exchange(Place at, const void* call, const char* what, const void* operand, u32 size, int flags) {
   Thread& me = run.current->thread;
   Simdgroup& group = run.simdgroups[me.simdgroup];
-  check_exchange(group, at, what);
+  check_exchange(group, at, call, what);
   group.at = at;
+  group.call = call;
   group.what = what;
   // Two rows of slots take turns: a lane may read this round's operands while another already leaves its next.
   u32 row = group.parity & 1;
@@ -105,14 +102,14 @@ static msl_exchange_result exchange(Place at, const char* what, const void* oper
   return {group.took_part[row], (const char*)group.slots[row]};
 }
 
-extern "C" msl_exchange_result msl_exchange(Place at, const char* what, const void* operand, u32 size) {
+extern "C" msl_exchange_result msl_exchange(Place at, const void* call, const char* what, const void* operand, u32 size) {
   run.current->simdgroup_operations++;
-  return exchange(at, what, operand, size, 0);
+  return exchange(at, call, what, operand, size, 0);
 }
 
 extern "C" void msl_simdgroup_barrier(Place at, int flags) {
   run.current->simdgroup_barriers++;
-  exchange(at, "simdgroup_barrier", &flags, sizeof flags, flags);
+  exchange(at, __builtin_return_address(0), "simdgroup_barrier", &flags, sizeof flags, flags);
 }
 
 // ---- no thread can go on, yet not all have returned

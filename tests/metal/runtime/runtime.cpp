@@ -1,5 +1,6 @@
 // The runtime in one translation unit: executes a compiled kernel thread by thread and checks what it does.
 #include "failure.cpp"
+#include "faults.cpp"
 #include "fibers.cpp"
 #include "floats.cpp"
 #include "traffic.cpp"

@@ -47,7 +47,8 @@ extern "C" void msl_check_alignment(const void* p, u64 alignment) {
          (u64)p % alignment, alignment);
 }
 
-// ---- undefined behaviour: each handler gets the source location and type descriptors
+// ---- undefined behaviour: each handler gets the source location and type descriptors, and does not return, so that
+// no optimisation can reason from the misstep that would follow
 
 struct Type {
   u16 kind, info; // kind 0: integer; info: bit 0 signed, above it log2 of the width
@@ -80,31 +81,31 @@ static long value(const Type* type, u64 bits) {
 }
 
 #define MSL_OVERFLOW(NAME, SIGN)                                                                          \
-  extern "C" void __ubsan_handle_##NAME##_overflow(const OverflowData* d, u64 a, u64 b) {                 \
+  extern "C" void __ubsan_handle_##NAME##_overflow_abort(const OverflowData* d, u64 a, u64 b) {                 \
     fail(at(d->at), "integer overflow: %ld " SIGN " %ld does not fit %s", value(d->type, a), value(d->type, b), d->type->name); \
   }
 MSL_OVERFLOW(add, "+")
 MSL_OVERFLOW(sub, "-")
 MSL_OVERFLOW(mul, "*")
-extern "C" void __ubsan_handle_negate_overflow(const OverflowData* d, u64 a) {
+extern "C" void __ubsan_handle_negate_overflow_abort(const OverflowData* d, u64 a) {
   fail(at(d->at), "integer overflow: the negative of %ld does not fit %s", value(d->type, a), d->type->name);
 }
-extern "C" void __ubsan_handle_divrem_overflow(const OverflowData* d, u64 a, u64 b) {
+extern "C" void __ubsan_handle_divrem_overflow_abort(const OverflowData* d, u64 a, u64 b) {
   fail(at(d->at), "division of %ld by %ld", value(d->type, a), value(d->type, b));
 }
-extern "C" void __ubsan_handle_shift_out_of_bounds(const ShiftData* d, u64, u64 count) {
+extern "C" void __ubsan_handle_shift_out_of_bounds_abort(const ShiftData* d, u64, u64 count) {
   fail(at(d->at), "shift of %s by %ld bits", d->left->name, value(d->right, count));
 }
-extern "C" void __ubsan_handle_out_of_bounds(const IndexData* d, u64 index) {
+extern "C" void __ubsan_handle_out_of_bounds_abort(const IndexData* d, u64 index) {
   fail(at(d->at), "index %ld is out of the bounds of %s", value(d->index, index), d->array->name);
 }
 extern "C" void __ubsan_handle_local_out_of_bounds_abort() {
   fail(current_at_instruction(CALLER), "access out of the bounds of a local array or constant table");
 }
-extern "C" void __ubsan_handle_float_cast_overflow(const SourceLocation* d, u64) {
+extern "C" void __ubsan_handle_float_cast_overflow_abort(const SourceLocation* d, u64) {
   fail(at(*d), "conversion of a float that does not fit the integer type");
 }
-extern "C" void __ubsan_handle_invalid_builtin(const SourceLocation* d) {
+extern "C" void __ubsan_handle_invalid_builtin_abort(const SourceLocation* d) {
   fail(at(*d), "count of leading or trailing zeros of 0");
 }
 extern "C" void __ubsan_handle_builtin_unreachable(const SourceLocation* d) {

@@ -104,6 +104,7 @@ struct Fiber {
 struct Simdgroup {
   u32 members, arrived, returned; // bit i: lane i
   Place at;
+  const void* call;
   const char* what;
   u32 parity; // which of the two slot rows is being filled
   u32 device_epoch, threadgroup_epoch;
@@ -135,6 +136,7 @@ struct Run {
   u32 thread_count, returned, first_number, group_number;
   u32 at_barrier;
   Place barrier_at;
+  const void* barrier_call;
   u32 device_epoch, threadgroup_epoch;
   Variable variables[MAX_VARIABLES];
   u32 variable_count, arena_used, variable_bytes;

@@ -155,6 +155,17 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         file.config()
 
 
+@pytest.mark.parametrize(
+    ("value", "words"), [("three", "no number"), (True, "no number"), (0, "no size"), (2.5, "no size")]
+)
+def test_values_that_are_no_sizes_are_named(value: object, words: str, tmp_path: Path) -> None:
+    _, path = written(EXAMPLES["llama"], tmp_path)
+    file = open_gguf(path)
+    file.metadata = {**file.metadata, "llama.attention.head_count": value}
+    with pytest.raises(ModelInvalid, match=rf"llama\.attention\.head_count is .*{words}"):
+        file.config()
+
+
 def test_a_window_without_sliding_layers_bounds_the_context(tmp_path: Path) -> None:
     def window(writer: GGUFWriter) -> None:
         writer.add_sliding_window(2047)

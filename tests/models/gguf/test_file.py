@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from mlxserve.errors import ModelInvalid, ModelNotFound, ModelUnsupported
+from mlxserve.errors import ModelError, ModelInvalid, ModelNotFound, ModelUnsupported
 from mlxserve.models.gguf import is_gguf, open_gguf
 from mlxserve.models.gguf.file import read_container
 from tests.models.gguf import writing
+from tests.models.gguf.examples import EXAMPLES, written
 
 RNG = np.random.default_rng(0)
 
@@ -117,6 +119,25 @@ def test_every_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
             open_gguf(cut)
         assert "\n" not in caught.value.message
     assert len(lengths) > 50
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_flipped_bytes_never_raise_anything_but_a_model_error(tmp_path: Path) -> None:
+    """Header bytes of a sound file changed at random: it is refused in words, or still makes sense."""
+    _, path = written(EXAMPLES["llama"], tmp_path)
+    sound, header = path.read_bytes(), GGUFReader(path).data_offset
+    rng, refused = random.Random(5), 0
+    for _ in range(300):
+        damaged = bytearray(sound)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            damaged[rng.randrange(8, header)] = rng.choice((0, 1, 255, rng.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            open_gguf(path).weights()
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in error.message
+    assert refused > 100
 
 
 def test_no_file_and_no_gguf(tmp_path: Path) -> None:

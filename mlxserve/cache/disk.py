@@ -1,0 +1,185 @@
+"""The disk tier: prefixes of conversations that survive a restart, in files that are checked when read.
+
+Knows: blocks of tokens, bytes, files. Does not know pages, trees, models or MLX: a block's arrays come and
+go as named buffers with a dtype's name and a shape.
+
+A prefix is a chain of blocks of `block_tokens` tokens. A block's name is a hash of everything before it
+and of its own tokens, beginning with a fingerprint of the model, the adapter and the form of K/V; so two
+conversations share the files of their common beginning, and one that grows rewrites nothing.
+
+    file   magic | length of header | header (JSON) | arrays | SHA-256 of all before it
+
+A file that is cut short, changed, or was written for something else is a miss and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxserve.errors import UsageError
+
+MAGIC = b"mlxserve-kv-1\n"
+SUFFIX = ".kv"
+STALE_TEMPORARY_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """An array as bytes: the dtype's name, the shape, and the data in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class DiskTier:
+    """Blocks in `folder`, at most `limit_bytes` of them, the least recently used going first.
+
+    fingerprint: what a block is only good for; part of every name and checked again in every file. Several
+    processes may share a folder. Thread-safe. Raises UsageError if the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, fingerprint: str, block_tokens: int) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self.fingerprint = fingerprint
+        self.block_tokens = block_tokens
+        self.hits = self.misses = self.damaged = 0
+        self._lock = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"The cache folder {folder} cannot be made: {error.strerror}.", param="cache_dir"
+            ) from error
+        self._remove_abandoned()
+
+    def chain(self, tokens: Sequence[int], adapter: str | None = None) -> list[str]:
+        """The names of the whole blocks of `tokens`, in order."""
+        name = hashlib.sha256(f"{self.fingerprint}\0{adapter or ''}".encode()).hexdigest()
+        names = []
+        for start in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
+            block = array("i", tokens[start : start + self.block_tokens]).tobytes()
+            name = hashlib.sha256(name.encode() + block).hexdigest()
+            names.append(name)
+        return names
+
+    def present(self, names: Sequence[str]) -> int:
+        """How many of a chain's blocks are here, counted from its beginning."""
+        for count, name in enumerate(names):
+            if not self._path(name).is_file():
+                return count
+        return len(names)
+
+    def put(self, name: str, buffers: Mapping[str, Buffer]) -> None:
+        """Store a block, whole or not at all; then remove the least recently used beyond the limit.
+
+        A full or read-only disk is no error: the block is simply not kept.
+        """
+        content = _encoded(self.fingerprint, name, buffers)
+        if len(content) > self.limit_bytes:
+            return
+        with self._lock, contextlib.suppress(OSError):
+            self._shrink(self.limit_bytes - len(content))
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
+                try:
+                    file.write(content)
+                    file.close()
+                    os.replace(file.name, self._path(name))
+                except OSError:
+                    os.unlink(file.name)
+                    raise
+
+    def get(self, name: str) -> dict[str, Buffer] | None:
+        """A block's arrays, or None if it is not here or not sound."""
+        path = self._path(name)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            self.misses += 1
+            return None
+        buffers = _decoded(content, self.fingerprint, name)
+        if buffers is None:
+            self.damaged += 1
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        self.hits += 1
+        return buffers
+
+    def touch(self, names: Sequence[str]) -> None:
+        """These blocks were used, the chain's beginning last: it must outlive what hangs on it."""
+        now = time.time()
+        for age, name in enumerate(names):
+            with contextlib.suppress(OSError):
+                os.utime(self._path(name), (now, now - age * 1e-3))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, size, _ in self._files())
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{SUFFIX}"
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """(time of last use, bytes, path) of every block, whoever wrote it."""
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX):
+                    with contextlib.suppress(OSError):
+                        facts = entry.stat()
+                        yield facts.st_mtime, facts.st_size, Path(entry.path)
+
+    def _shrink(self, limit_bytes: int) -> None:
+        """Remove the least recently used blocks until the rest fits."""
+        files = sorted(self._files())
+        held = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if held <= limit_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            held -= size
+
+    def _remove_abandoned(self) -> None:
+        """Temporary files that a killed process left behind."""
+        for path in self.folder.glob("*.tmp"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > STALE_TEMPORARY_S:
+                    path.unlink()
+
+
+def _encoded(fingerprint: str, name: str, buffers: Mapping[str, Buffer]) -> bytes:
+    arrays = [[key, b.dtype, list(b.shape), len(b.data)] for key, b in buffers.items()]
+    header = json.dumps({"fingerprint": fingerprint, "name": name, "arrays": arrays}).encode()
+    parts = [MAGIC, struct.pack("<I", len(header)), header, *(b.data for b in buffers.values())]
+    content = b"".join(parts)
+    return content + hashlib.sha256(content).digest()
+
+
+def _decoded(content: bytes, fingerprint: str, name: str) -> dict[str, Buffer] | None:
+    """The arrays of a sound file of this fingerprint and name, else None. The checksum comes first."""
+    body, digest = content[:-32], content[-32:]
+    if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
+        return None
+    (length,) = struct.unpack_from("<I", body, len(MAGIC))
+    first = len(MAGIC) + 4
+    header = json.loads(body[first : first + length])
+    if header["fingerprint"] != fingerprint or header["name"] != name:
+        return None
+    position, buffers = first + length, {}
+    for key, dtype, shape, nbytes in header["arrays"]:
+        buffers[key] = Buffer(dtype, tuple(shape), body[position : position + nbytes])
+        position += nbytes
+    return buffers

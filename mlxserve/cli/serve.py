@@ -1,0 +1,231 @@
+"""`mlxserve serve`: one local endpoint for editors, agents and a browser.
+
+Knows: flags, the configuration file, and how the server's parts are put together. Flags come before the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mlxserve.cli.common import say
+from mlxserve.cli.options import load_options
+from mlxserve.config import DEFAULT_MODEL, GIB, MIB, EngineConfig, LoadConfig, ServerConfig
+from mlxserve.errors import UsageError
+from mlxserve.models.memory import show_bytes
+
+if TYPE_CHECKING:
+    from mlxserve.server.settings import ModelChoice, Settings
+
+DEFAULTS = ServerConfig()
+_SIZES = {"": 1, "k": 1024, "m": MIB, "g": GIB, "t": 1024 * GIB}
+_TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Size(click.ParamType):
+    """Bytes, as '24GiB', '512M' or a number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is no size such as 24GiB.", param, ctx)
+        return int(float(match[1]) * _SIZES[match[2]])
+
+
+class Duration(click.ParamType):
+    """Seconds, as '10m', '1h' or a number; 'never' is infinity."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip().lower()
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text)
+        if text == "never":
+            return float("inf")
+        if match is None:
+            self.fail(f"{value!r} is no duration such as 10m.", param, ctx)
+        return float(match[1]) * _TIMES[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a server is started with."""
+
+    models: tuple[ModelChoice, ...]
+    server: ServerConfig
+    load: LoadConfig
+    engine: EngineConfig
+
+
+@click.command()
+@click.option(
+    *("-m", "--model", "models"),
+    multiple=True,
+    metavar="MODEL",
+    help=f"Load this model at the start; may be repeated.  [default: {DEFAULT_MODEL}]",
+)
+@click.option("--pin", is_flag=True, help="Keep the models named here in memory, whatever else is asked for.")
+@click.option("--host", help=f"The address to listen on.  [default: {DEFAULTS.host}]")
+@click.option("--port", type=click.IntRange(0, 65535), help=f"[default: {DEFAULTS.port}]")
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE.yaml", help="Settings as a file.")
+@click.option(
+    "--api-key", "api_keys", multiple=True, envvar="MLXSERVE_API_KEY", help="Ask callers for this key."
+)
+@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Another name for this machine.")
+@click.option("--cors-origin", "cors_origins", multiple=True, help="Web pages that may call, or *.")
+@click.option("--tls-certificate", type=click.Path(path_type=Path, exists=True), help="A PEM file.")
+@click.option("--tls-key", type=click.Path(path_type=Path, exists=True), help="A PEM file.")
+@click.option(
+    "--memory", "memory_bytes", type=Size(), help="For all models.  [default: what the machine has]"
+)
+@click.option(
+    "--keep-alive", "keep_alive_s", type=Duration(), help="Of models loaded on demand.  [default: 5m]"
+)
+@click.option("--drain", "drain_s", type=Duration(), help="For running answers at the end.  [default: 15s]")
+@click.option("--max-body", "max_body_bytes", type=Size(), help="Of a request.  [default: 32MiB]")
+@click.option("--max-sequences", type=click.IntRange(1), help="Answers at once, a model.  [default: 256]")
+@click.option("--max-queue", type=click.IntRange(1), help="Waiting requests, a model.  [default: 1024]")
+@click.option("--cache-bytes", type=Size(), help="Of K/V, a model.  [default: what is free]")
+@click.option("--cache-dir", type=click.Path(path_type=Path, file_okay=False), help="Keep prefixes on disk.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="[default: text]")
+@click.option("--log-prompts", is_flag=True, default=None, help="Write what is asked into the log.")
+@load_options
+@click.pass_context
+def serve(ctx: click.Context, models: tuple[str, ...], pin: bool, config: Path | None, **flags: Any) -> None:
+    """Serve models over HTTP.
+
+    OpenAI's, Anthropic's and Ollama's APIs, and a chat page at the address itself. Stop it with Ctrl-C.
+    """
+    load, engine = flags.pop("load"), flags.pop("engine")
+    said = {
+        name for name in flags if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    given = {name: flags[name] for name in said if flags[name] not in (None, ())}
+    plan = make_plan(models, pin, config, given, load, engine, _said_of_loading(ctx))
+    _start(plan)
+
+
+_LOADING = {
+    "quantize": ("load", "quantize_bits"),
+    "context": ("load", "context"),
+    "dtype": ("load", "dtype"),
+    "rope_theta": ("load", "rope"),
+    "rope_scaling": ("load", "rope"),
+    "kv_bits": ("engine", "kv_bits"),
+    "check": ("engine", "check"),
+}
+
+
+def _said_of_loading(ctx: click.Context) -> set[tuple[str, str]]:
+    """Which fields of LoadConfig and EngineConfig flags gave."""
+    default = click.core.ParameterSource.DEFAULT
+    return {field for name, field in _LOADING.items() if ctx.get_parameter_source(name) is not default}
+
+
+def make_plan(
+    models: Sequence[str],
+    pin: bool,
+    config: Path | None,
+    given: Mapping[str, Any],
+    load: LoadConfig,
+    engine: EngineConfig,
+    said: set[tuple[str, str]],
+) -> Plan:
+    """Flags over the file over defaults. Raises UsageError that names the flag or the file's key."""
+    from mlxserve.server.settings import ModelChoice, Settings, read_settings
+
+    file: Settings = read_settings(config) if config else Settings()
+    chosen = tuple(ModelChoice(name=name, pin=pin) for name in models) or file.models
+    server = {name: value for name, value in given.items() if name in ServerConfig.__dataclass_fields__}
+    running = {name: value for name, value in given.items() if name in EngineConfig.__dataclass_fields__}
+    plan = Plan(
+        chosen or (ModelChoice(name=DEFAULT_MODEL, pin=pin),),
+        replace(ServerConfig(), **{**file.section("server"), **server}),
+        replace(load, **_unless_said(file.section("load"), "load", said)),
+        replace(engine, **{**_unless_said(file.section("engine"), "engine", said), **running}),
+    )
+    _check(plan.server)
+    return plan
+
+
+def _unless_said(values: Mapping[str, Any], section: str, said: set[tuple[str, str]]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if (section, name) not in said}
+
+
+def _check(server: ServerConfig) -> None:
+    if (server.tls_certificate is None) != (server.tls_key is None):
+        raise UsageError("--tls-certificate and --tls-key go together.", param="tls_key")
+    if any(not key for key in server.api_keys):
+        raise UsageError("An API key must not be empty.", param="api_keys")
+
+
+def _start(plan: Plan) -> None:
+    from mlxserve.models.backend import check_backend
+
+    check_backend()
+    _set_up_log(plan.server)
+    asyncio.run(_serve(plan))
+
+
+def _set_up_log(server: ServerConfig) -> None:
+    """Our own lines on standard error; other packages only where something is wrong."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    if server.log_format == "json":
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("mlxserve").setLevel(logging.INFO)
+
+
+async def _serve(plan: Plan) -> None:
+    import mlx.core as mx
+
+    from mlxserve.engine.memory import machine_budget
+    from mlxserve.server.app import make_app
+    from mlxserve.server.lifecycle import bind, serve, warnings_for
+    from mlxserve.server.local import LocalLoader
+    from mlxserve.server.models import ModelRegistry
+
+    listener = bind(plan.server)
+    on_cpu = mx.default_device() == mx.cpu
+    names = [choice.name for choice in plan.models]
+    loader = await asyncio.to_thread(LocalLoader, names, plan.load, plan.engine, on_cpu=on_cpu)
+    models = ModelRegistry(
+        loader,
+        plan.server.memory_bytes or machine_budget(),
+        keep_alive_s=plan.server.keep_alive_s,
+        load_wait_s=plan.server.load_wait_s,
+    )
+    try:
+        for choice in plan.models:
+            await _preload(models, loader.served[choice.name], choice.pin)
+        for warning in warnings_for(plan.server):
+            say(f"Warning: {warning}")
+        say(f"Listening on {_address(plan.server, listener.getsockname()[1])}")
+        await serve(make_app(plan.server, models), plan.server, listener)
+    finally:
+        await models.close()
+        listener.close()
+
+
+async def _preload(models: Any, name: str, pin: bool) -> None:
+    entry = await models.preload(name, pinned=pin)
+    for note in getattr(entry.engine, "notes", ()):
+        say(note)
+    say(f"{name}: {show_bytes(entry.card.needed_bytes)}, {entry.engine.context:,} tokens of context")
+
+
+def _address(server: ServerConfig, port: int) -> str:
+    scheme = "https" if server.tls_certificate else "http"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return f"{scheme}://{host}:{port}"

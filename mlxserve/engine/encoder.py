@@ -1,0 +1,96 @@
+"""`AsyncEncoder`: an embedding model behind the same face as a language model.
+
+Knows: asyncio, one thread that owns the model's arrays, and where special tokens go around a text. Does not
+know HTTP. It generates nothing and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from mlxserve.errors import PromptTooLong, Unsupported
+from mlxserve.models.bert import LoadedEncoder, load_encoder
+from mlxserve.request import Delta, Request
+from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
+
+MOST_TOGETHER = 32
+
+
+class AsyncEncoder:
+    """A BERT-like model; `embed` is all it does. Texts of one call run in batches of similar length."""
+
+    def __init__(self, loaded: LoadedEncoder, tokenizer: Tokenizer, thread: ThreadPoolExecutor) -> None:
+        self._loaded = loaded
+        self._thread = thread
+        self._open = True
+        self.tokenizer = tokenizer
+        around = tokenizer.backend.encode("").ids  # [CLS] [SEP], as the tokenizer's own template puts them
+        self._before, self._after = around[: len(around) // 2], around[len(around) // 2 :]
+        self._texts = 0
+
+    @classmethod
+    async def start(cls, folder: Path, *, name: str | None = None) -> AsyncEncoder:
+        """Load an encoder on a thread of its own, which all its work stays on."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="mlxserve-encoder")
+        loop = asyncio.get_running_loop()
+        loaded = await loop.run_in_executor(thread, lambda: load_encoder(folder, name=name))
+        return cls(loaded, await asyncio.to_thread(load_tokenizer, folder), thread)
+
+    @property
+    def name(self) -> str:
+        return self._loaded.name
+
+    @property
+    def context(self) -> int:
+        """Tokens a text may have, beside the special ones around it."""
+        return self._loaded.context - len(self._before) - len(self._after)
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self._loaded.config
+
+    @property
+    def healthy(self) -> bool:
+        return self._open
+
+    def stats(self) -> dict[str, Any]:
+        return {"queue": 0, "running": 0, "texts": self._texts}
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Raises Unsupported: this is an embedding model."""
+        raise Unsupported(f"{self.name} is an embedding model; it generates no text.", param="model")
+        yield Delta()
+
+    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+        """One vector of length 1 for each text's token ids. Raises PromptTooLong beyond `context`."""
+        long = next((ids for ids in batch if len(ids) > self.context), None)
+        if long is not None:
+            raise PromptTooLong(
+                f"The input has {len(long)} tokens; {self.name} reads {self.context}.",
+                needed=len(long),
+                limit=self.context,
+            )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._embed, batch)
+
+    def _embed(self, batch: list[list[int]]) -> list[list[float]]:
+        texts = [[*self._before, *ids, *self._after] for ids in batch]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        vectors: dict[int, list[float]] = {}
+        for first in range(0, len(order), MOST_TOGETHER):
+            chosen = order[first : first + MOST_TOGETHER]
+            vectors.update(zip(chosen, self._loaded.embed([texts[i] for i in chosen])))
+        self._texts += len(batch)
+        return [vectors[i] for i in range(len(texts))]
+
+    async def close(self) -> None:
+        self._open = False
+        await asyncio.to_thread(self._thread.shutdown)

@@ -1,0 +1,123 @@
+"""A tool call that must come: the grammar that holds the model to it, and the reader of what comes.
+
+Knows: JSON and Lark grammars as llguidance reads them. Does not know models' own call dialects: held to this
+form, any model makes a call, whether or not it was trained to.
+
+The text is {"name": "NAME", "arguments": OBJECT}, OBJECT conforming to the tool's schema; where only one tool
+is allowed it is OBJECT alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlxserve.server.constraints import Tools
+from mlxserve.text.events import Event, ToolArguments, ToolEnd, ToolStart
+
+
+def call_grammar(tools: Tools) -> str:
+    """The Lark grammar of one call. Each schema is a root of its own, so its $refs stay right."""
+    schemas = [tool["function"] for tool in tools.offered]
+    if tools.only is not None:
+        return f"start: %json {_schema(schemas[0])}\n"
+    heads = [_literal(f'{{"name": {json.dumps(schema["name"])}, "arguments": ') for schema in schemas]
+    options = " | ".join(f'{head} args_{i} "}}"' for i, head in enumerate(heads))
+    rules = "".join(f"args_{i}: %json {_schema(schema)}\n" for i, schema in enumerate(schemas))
+    return f"start: {options}\n{rules}"
+
+
+# As JSON's writers do it; a model that pads with white space would use up its tokens.
+_COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+
+def _schema(function: Mapping[str, Any]) -> str:
+    parameters = function.get("parameters") or {}
+    return json.dumps({"type": "object", **parameters, "x-guidance": _COMPACT})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*', re.DOTALL)
+
+
+class ForcedCallParser:
+    """Reads what `call_grammar` allows. `only`: the one tool, whose arguments are the whole text."""
+
+    thinking = False
+
+    def __init__(self, only: str | None) -> None:
+        self._name = only
+        self._id = f"call_{uuid.uuid4().hex[:24]}"
+        self._held = ""
+        self._started = False
+        self._json = _ObjectEnd()
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return list(self._feed(text))
+
+    def _feed(self, text: str) -> Iterator[Event]:
+        if not text:
+            return
+        if not self._started:
+            self._held += text
+            if not self._begin():
+                return
+            text = self._held
+            assert self._name is not None
+            yield ToolStart(0, self._id, self._name)
+        inside = self._json.take(text)
+        if inside:
+            yield ToolArguments(0, inside)
+
+    def _begin(self) -> bool:
+        if self._name is None:
+            head = _HEAD.match(self._held)
+            if head is None:
+                return False
+            self._name = json.loads(head[1])
+            self._held = self._held[head.end() :]
+        self._started = True
+        return True
+
+    def finish(self) -> Sequence[Event]:
+        return [ToolEnd(0)] if self._started and self._json.complete else []
+
+
+class _ObjectEnd:
+    """Passes text on up to the end of the first JSON value in it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self.complete = False
+
+    def take(self, text: str) -> str:
+        """The part of `text` that belongs to the value."""
+        for i, char in enumerate(text):
+            if self.complete:
+                return text[:i]
+            self._step(char)
+        return text
+
+    def _step(self, char: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            self.complete = self._depth == 0

@@ -1,0 +1,107 @@
+"""GET /openapi.json: the API document, generated from the same classes that read the bodies.
+
+Knows: which body belongs to which path. Does not repeat any field: names, types and ranges come from the
+classes, harmless fields with the reason why they change nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from mlxserve.server import anthropic_types, editor, ollama_types, openai_types, responses_types
+from mlxserve.server.fields import Body
+
+BODIES: dict[str, tuple[type[Body], str]] = {
+    "/v1/chat/completions": (openai_types.ChatBody, "Chat (OpenAI)"),
+    "/v1/completions": (openai_types.CompletionBody, "Text completion (OpenAI)"),
+    "/v1/responses": (responses_types.ResponseBody, "Responses (OpenAI)"),
+    "/v1/embeddings": (openai_types.EmbeddingBody, "Embeddings (OpenAI)"),
+    "/v1/messages": (anthropic_types.MessageBody, "Messages (Anthropic)"),
+    "/v1/messages/count_tokens": (anthropic_types.CountBody, "Tokens of a message (Anthropic)"),
+    "/api/chat": (ollama_types.ChatRequest, "Chat (Ollama)"),
+    "/api/generate": (ollama_types.GenerateRequest, "Completion (Ollama)"),
+    "/api/embed": (ollama_types.EmbedRequest, "Embeddings (Ollama)"),
+    "/api/embeddings": (ollama_types.EmbeddingsRequest, "Embedding of one prompt (Ollama)"),
+    "/api/show": (ollama_types.NamedModel, "One model (Ollama)"),
+    "/api/pull": (ollama_types.PullRequest, "Download a model (Ollama)"),
+    "/tokenize": (editor.TokenizeBody, "Text to token ids"),
+    "/detokenize": (editor.DetokenizeBody, "Token ids to text"),
+    "/apply-template": (editor.TemplateBody, "Messages as the model's prompt"),
+    "/infill": (editor.InfillBody, "What stands between two texts"),
+}
+READS = {
+    "/health": "Whether the engines can go on",
+    "/ready": "Whether new requests are taken",
+    "/metrics": "Numbers for Prometheus",
+    "/v1/models": "Models (OpenAI, Anthropic)",
+    "/v1/capabilities": "What each loaded model can do",
+    "/api/tags": "Models (Ollama)",
+    "/api/ps": "Loaded models (Ollama)",
+    "/api/version": "Version of the Ollama API",
+}
+
+
+async def document(request: HttpRequest) -> Response:
+    return Response(_document(), media_type="application/json")
+
+
+@lru_cache(maxsize=1)
+def _document() -> bytes:
+    return msgspec.json.encode(make_document())
+
+
+def make_document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    kinds = [kind for kind, _ in BODIES.values()]
+    references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in kinds:
+        _add_harmless(components[kind.__name__], kind)
+    paths: dict[str, Any] = {
+        path: {"post": _write(summary, reference)}
+        for (path, (_, summary)), reference in zip(BODIES.items(), references)
+    }
+    paths |= {path: {"get": _read(summary)} for path, summary in READS.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlxserve", "version": _version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _add_harmless(schema: dict[str, Any], kind: type[Body]) -> None:
+    for name, why in kind.HARMLESS.items():
+        schema["properties"][name] = {"description": f"Accepted, without effect. {why}"}
+
+
+def _write(summary: str, reference: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "responses": _responses(),
+    }
+
+
+def _read(summary: str) -> dict[str, Any]:
+    return {"summary": summary, "responses": _responses()}
+
+
+def _responses() -> dict[str, Any]:
+    return {"200": {"description": "The answer"}, "default": {"description": "An error object"}}
+
+
+def _version() -> str:
+    try:
+        return package_version("mlxserve")
+    except PackageNotFoundError:
+        return "0"

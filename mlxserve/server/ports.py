@@ -1,0 +1,112 @@
+"""What the server needs from the rest, as protocols: an engine, a loader of engines.
+
+Knows: names and signatures. Does not know who implements them; `cli/serve.py` puts the parts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlxserve.request import Delta, Request
+from mlxserve.text.tokenizer import Tokenizer
+
+
+class AsyncEngine(Protocol):
+    """One loaded model.
+
+    `context` is the number of tokens a sequence may hold, prompt and answer together.
+    `generation_defaults` are the model's own sampling settings. Embedding models have no `generate`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """Deltas of one request; closing the iterator cancels it.
+
+        Raises PromptTooLong, Busy and UsageError before the first delta, EngineFailed at any time.
+        """
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """Figures of the moment: queue, running, pages_free, pages_total, prefix_hit_tokens, …"""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine cannot go on."""
+        ...
+
+    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+        """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every request with EngineStopped and gives the memory back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What is known of a model without loading it.
+
+    name: as clients write it. needed_bytes: weights plus the least K/V it is served with.
+    created: seconds since 1970. digest: of the files. template: the chat template's text.
+    """
+
+    name: str
+    needed_bytes: int = 0
+    size_bytes: int = 0
+    created: int = 0
+    digest: str = ""
+    family: str = ""
+    parameters: int = 0
+    quantization: str = ""
+    format: str = "safetensors"
+    context: int = 0
+    template: str = ""
+    embeds: bool = False
+    config: Mapping[str, Any] | None = None
+    licence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PullProgress:
+    """One step of a download; bytes where they are known."""
+
+    status: str
+    digest: str = ""
+    total_bytes: int = 0
+    completed_bytes: int = 0
+
+
+class Loader(Protocol):
+    """Finds models and makes engines of them. Methods that touch the disk are called off the loop."""
+
+    def catalogue(self) -> list[ModelCard]:
+        """The models that could be loaded without a download."""
+        ...
+
+    def find(self, name: str) -> ModelCard:
+        """The card of one model. Raises ModelNotFound and the other ModelErrors."""
+        ...
+
+    async def load(self, card: ModelCard) -> AsyncEngine:
+        """A new engine. Raises ModelErrors and DoesNotFit."""
+        ...
+
+    def pull(self, name: str) -> AsyncGenerator[PullProgress, None]:
+        """Downloads a model. Raises ModelNotFound, ModelGated."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Deletes a downloaded model. Raises ModelNotFound."""
+        ...

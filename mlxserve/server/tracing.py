@@ -1,0 +1,49 @@
+"""OpenTelemetry spans, where that package is installed and set up by its own environment variables.
+
+Knows: span names and attributes (OpenTelemetry's conventions for HTTP and generative AI). Does not know how
+spans are exported. Without the package, or without a provider, nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=1)
+def _trace_api() -> Any:
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace
+
+
+def _nothing(note: Any) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def span(method: str, route: str, note: Any) -> Iterator[Callable[[Any], None]]:
+    """A span around one request; the yielded function adds what is known at its end."""
+    api = _trace_api()
+    if api is None:
+        yield _nothing
+        return
+    tracer = api.get_tracer("mlxserve")
+    with tracer.start_as_current_span(f"{method} {route}", kind=api.SpanKind.SERVER) as current:
+        current.set_attribute("http.request.method", method)
+        current.set_attribute("http.route", route)
+        yield lambda note: _describe(current, note)
+
+
+def _describe(current: Any, note: Any) -> None:
+    current.set_attribute("http.response.status_code", note.status)
+    state = note.scope["state"]
+    if state.get("model"):
+        current.set_attribute("gen_ai.request.model", state["model"])
+    if note.run is not None:
+        current.set_attribute("gen_ai.usage.input_tokens", note.run.usage.prompt_tokens)
+        current.set_attribute("gen_ai.usage.output_tokens", note.run.usage.completion_tokens)

@@ -1,0 +1,156 @@
+"""Start and stop as a process: signals in mid-stream, a bounded drain, a free port, a dead engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mlxserve.config import ServerConfig
+from mlxserve.errors import UsageError
+from mlxserve.server.awake import Awake
+from mlxserve.server.lifecycle import bind
+from tests.conftest import ROOT
+
+CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+
+class Process:
+    """The stub server as a child."""
+
+    def __init__(self, drain_s: float) -> None:
+        command = [sys.executable, "-m", "tests.server.serve_stub", "0", str(drain_s)]
+        self.child = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.child.stdout is not None
+        self.port = int(self.child.stdout.readline())
+        self.url = f"http://127.0.0.1:{self.port}"
+        while port_is_free(self.port):
+            assert self.child.poll() is None
+            time.sleep(0.02)
+
+    def stream(self) -> socket.socket:
+        """A running stream, its first words read."""
+        body = json.dumps(CHAT).encode()
+        line = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        line.sendall(head.encode() + body)
+        seen = b""
+        while b"tick" not in seen:
+            seen += line.recv(4096)
+        return line
+
+    def ended(self) -> int:
+        return self.child.wait(20)
+
+
+@contextlib.contextmanager
+def process(drain_s: float = 15.0) -> Iterator[Process]:
+    made = Process(drain_s)
+    try:
+        yield made
+    finally:
+        made.child.kill()
+        made.child.communicate()
+
+
+def rest_of(line: socket.socket) -> bytes:
+    seen = b""
+    while piece := line.recv(65536):
+        seen += piece
+    return seen
+
+
+def port_is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_case_24_a_signal_drains(number: signal.Signals) -> None:
+    with process() as server:
+        line = server.stream()
+        with httpx.Client(base_url=server.url, verify=False) as http:
+            os.kill(server.child.pid, number)
+            while http.get("/ready").status_code == 200:
+                time.sleep(0.01)
+            refused = http.post("/v1/chat/completions", json=CHAT)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert http.get("/health").status_code == 200
+        assert b"data: [DONE]" in rest_of(line)  # the running answer came to its end
+        assert server.ended() == 0
+        assert port_is_free(server.port)
+
+
+def test_case_24_the_drain_is_bounded() -> None:
+    with process(drain_s=0.2) as server:
+        line = server.stream()
+        os.kill(server.child.pid, signal.SIGTERM)
+        rest = rest_of(line)
+        assert b"The engine was closed." in rest
+        assert b"[DONE]" not in rest
+        assert server.ended() == 0
+
+
+def test_case_24_a_second_signal_does_not_wait() -> None:
+    with process(drain_s=600) as server:
+        server.stream()
+        os.kill(server.child.pid, signal.SIGINT)
+        time.sleep(0.1)
+        os.kill(server.child.pid, signal.SIGINT)
+        assert server.ended() == 0
+
+
+def test_case_22_a_dead_engine_ends_the_process() -> None:
+    with process() as server:
+        dying = {**CHAT, "messages": [{"role": "user", "content": "die"}], "max_tokens": 3}
+        httpx.post(f"{server.url}/v1/chat/completions", json=dying)
+        assert server.ended() == 70
+        assert port_is_free(server.port)
+
+
+def test_a_taken_port_is_one_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=str(port)):
+            bind(ServerConfig(port=port))
+
+
+def test_a_mac_is_kept_awake_while_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    program = tmp_path / "caffeinate"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    awake = Awake(enabled=True)
+    with awake.hold():
+        child = awake._process
+        assert child is not None
+        with awake.hold():
+            assert awake._process is child  # one is enough
+        assert child.poll() is None
+        while not log.exists():
+            time.sleep(0.01)
+    assert child.poll() is not None
+    assert log.read_text() == f"-i -w {os.getpid()}\n"
+
+
+def test_elsewhere_nothing_is_started() -> None:
+    awake = Awake(enabled=False)
+    with awake.hold():
+        assert awake._process is None

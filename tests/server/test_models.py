@@ -1,0 +1,193 @@
+"""Which models are loaded: on demand, least recently used, keep-alive, pins, and the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from mlxserve.errors import Busy, DoesNotFit, ModelInvalid, ModelNotFound
+from mlxserve.server.models import ModelRegistry
+from tests.server.stub import StubEngine, StubLoader, make_tokenizer
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def world(
+    sizes: dict[str, int], budget: int = 100, **settings: float
+) -> tuple[ModelRegistry, StubLoader, Clock]:
+    loader, clock, tokenizer = StubLoader(), Clock(), make_tokenizer()
+    for name, size in sizes.items():
+        loader.add(StubEngine(name, tokenizer), needed_bytes=size)
+    return ModelRegistry(loader, budget, clock=clock, load_wait_s=0.05, **settings), loader, clock
+
+
+def names(models: ModelRegistry) -> list[str]:
+    return [entry.card.name for entry in models.loaded]
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(work())
+
+
+def test_loads_once_for_many() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10})
+        loader.load_s = 0.02
+
+        async def one() -> None:
+            async with models.use("a") as entry:
+                assert entry.engine.name == "a"
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        assert loader.loads == ["a"]
+
+    run(work)
+
+
+def test_least_recently_used_leaves_first() -> None:
+    async def work() -> None:
+        models, loader, clock = world({"a": 40, "b": 40, "c": 40})
+        for name in ("a", "b"):
+            clock.now += 1
+            async with models.use(name):
+                pass
+        clock.now += 1
+        async with models.use("a"):
+            pass
+        async with models.use("c"):
+            assert names(models) == ["a", "c"]
+        assert loader.engines["b"].closed
+        assert models.used_bytes <= models.budget_bytes
+
+    run(work)
+
+
+def test_too_large_is_refused_with_both_numbers() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 40, "huge": 101})
+        async with models.use("a"):
+            pass
+        with pytest.raises(DoesNotFit) as caught:
+            await models.acquire("huge")
+        assert (caught.value.needed_bytes, caught.value.available_bytes) == (101, 100)
+        assert "101" in str(caught.value)
+        assert "100" in str(caught.value)
+        assert names(models) == ["a"]  # nothing was given up for it
+
+    run(work)
+
+
+def test_pinned_models_stay() -> None:
+    async def work() -> None:
+        models, _, _ = world({"a": 60, "b": 60})
+        await models.preload("a", pinned=True)
+        with pytest.raises(DoesNotFit) as caught:
+            await models.acquire("b")
+        assert caught.value.available_bytes == 40
+        assert not await models.unload("a")
+        assert names(models) == ["a"]
+
+    run(work)
+
+
+def test_never_evicted_in_mid_answer() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 60, "b": 60})
+        entry = await models.acquire("a")
+        with pytest.raises(Busy) as caught:
+            await models.acquire("b")
+        assert caught.value.retry_after_s > 0
+        assert not loader.engines["a"].closed
+        assert not await models.unload("a")
+
+        waiting = asyncio.create_task(models.acquire("b"))
+        await asyncio.sleep(0.01)
+        await models.release(entry)  # the waiting one gets its room now
+        assert (await waiting).card.name == "b"
+        assert loader.engines["a"].closed
+
+    run(work)
+
+
+def test_keep_alive() -> None:
+    async def work() -> None:
+        models, _, clock = world({"a": 10, "b": 10, "c": 10}, keep_alive_s=300)
+        await models.preload("c")
+        async with models.use("a"):
+            clock.now = 1000
+            assert await models.expire() == []  # in use
+        async with models.use("b", keep_alive_s=math.inf):
+            pass
+        clock.now = 1299
+        assert await models.expire() == []
+        clock.now = 1300
+        assert await models.expire() == ["a"]
+        clock.now = 1e9
+        assert await models.expire() == []
+        async with models.use("b", keep_alive_s=0):
+            pass
+        assert names(models) == ["c"]
+
+    run(work)
+
+
+def test_a_failed_load_leaves_nothing() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10})
+        loader.fail = ModelInvalid("broken")
+        with pytest.raises(ModelInvalid):
+            await models.acquire("a")
+        with pytest.raises(ModelNotFound):
+            await models.acquire("nobody")
+        assert names(models) == []
+        loader.fail = None
+        await models.acquire("a")
+
+    run(work)
+
+
+def test_a_caller_that_leaves_does_not_undo_the_others_load() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10})
+        loader.load_s = 0.05
+        first = asyncio.create_task(models.acquire("a"))
+        second = asyncio.create_task(models.acquire("a"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        assert (await second).users == 1
+        assert loader.loads == ["a"]
+
+    run(work)
+
+
+def test_other_names_for_one_model() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10})
+        async with models.use("a"), models.use("a:latest") as entry:
+            assert entry.users == 2
+        assert loader.loads == ["a"]
+
+    run(work)
+
+
+def test_close_ends_everything() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10, "b": 10})
+        await models.acquire("a")
+        loader.load_s = 5
+        waiting = asyncio.create_task(models.acquire("b"))
+        await asyncio.sleep(0.01)
+        await models.close()
+        assert loader.engines["a"].closed
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run(work)

