@@ -137,7 +137,7 @@ def _write_weights(folder: Path, weights: dict[str, mx.array]) -> None:
     if len(parts) == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), parts[0], {"format": "mlx"})
         return
-    index = {}
+    index: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         mx.save_safetensors(str(folder / file), part, {"format": "mlx"})

@@ -84,7 +84,7 @@ def _training_head(losses_of: Callable[..., mx.array], chunk: int) -> Callable[.
         for rows, wanted in _chained(hidden, targets, chunk, lambda: [gradients[-1], *sums]):
             part = cotangent[start : start + rows.shape[0]]
             start += rows.shape[0]
-            _, found = mx.vjp(lambda r, *w, t=wanted: losses_of(r, t, *w), [rows, *weights], [part])
+            found = mx.vjp(lambda r, *w, t=wanted: losses_of(r, t, *w), [rows, *weights], [part])[1]
             gradients.append(found[0])
             sums[:] = [total + more for total, more in zip(sums, found[1:])]
         return mx.concatenate(gradients), mx.zeros_like(targets), *sums

@@ -134,7 +134,10 @@ def _adapter_shapes(path: str, layer: nn.Module, config: RunConfig) -> list[tupl
         experts, inputs, outputs = layer.num_experts, layer.input_dims, layer.output_dims
         return [(f"{path}.lora_a", (experts, rank, inputs)), (f"{path}.lora_b", (experts, outputs, rank))]
     inputs, outputs = linear_shape(layer)
-    shapes = [(f"{path}.lora_a", (inputs, rank)), (f"{path}.lora_b", (rank, outputs))]
+    shapes: list[tuple[str, tuple[int, ...]]] = [
+        (f"{path}.lora_a", (inputs, rank)),
+        (f"{path}.lora_b", (rank, outputs)),
+    ]
     return [*shapes, (f"{path}.m", (outputs,))] if config.lora.type == "dora" else shapes
 
 

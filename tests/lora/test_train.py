@@ -310,8 +310,8 @@ run = Path(sys.argv[1])
 arrays = {str(i): mx.random.normal((256, 256)) for i in range(16)}
 def weights(folder):
     mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
-step = 0
-while True:
+step, end = 0, time.monotonic() + 120
+while time.monotonic() < end:
     step += 1
     checkpoint.save_checkpoint(run, checkpoint.State(step=step), arrays, weights, 2)
     checkpoint.write_folder(run / "best", weights)
@@ -326,11 +326,13 @@ def test_a_killed_save_leaves_a_usable_checkpoint(tmp_path: Path, wait_s: float)
         [sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert child.stdout is not None
-    for _ in range(3):
-        child.stdout.readline()
-    time.sleep(wait_s)
-    child.kill()
-    child.wait()
+    try:
+        saved = [child.stdout.readline().strip() for _ in range(3)]
+        time.sleep(wait_s)
+    finally:
+        child.kill()
+        child.wait(timeout=60)
+    assert saved == ["1", "2", "3"]
     checkpoint.recover(tmp_path)
     found = checkpoint.checkpoints(tmp_path)
     assert len(found) >= 2
