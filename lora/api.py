@@ -113,7 +113,10 @@ def run(
             param="save.dir",
         )
     add_adapters(base.model, config.lora, seed=config.train.seed)
-    watchers = [Files(folder, jsonl=config.log.jsonl), *([watch] if watch else [])]
+    watchers: list[Callable[[Event], None]] = [
+        Files(folder, jsonl=config.log.jsonl),
+        *([watch] if watch else []),
+    ]
     watchers += [other_logger(name, folder, to_dict(config)) for name in config.log.to]
     trainer = Trainer(
         base.model,

@@ -81,7 +81,7 @@ class Stepper:
         """(loss sum, count) without gradient or dropout."""
         self.model.eval()
         total, _ = self._forward({}, batch.segments, *_arrays(batch, reference))
-        return float(total.item()), self._count(batch)
+        return float(total), self._count(batch)
 
     def logps(self, batch: Batch) -> np.ndarray:
         """(sequences,) summed log-probabilities of each sequence's targets, under the model as it is."""
@@ -103,7 +103,9 @@ class Stepper:
         if batch.segments or not self.compiles:
             return gradient
         if self._compiled is None:
-            states = {"inputs": mx.random.state, "outputs": mx.random.state} if self._has_dropout else {}
+            states: dict[str, Any] = (
+                {"inputs": mx.random.state, "outputs": mx.random.state} if self._has_dropout else {}
+            )
             self._compiled = mx.compile(gradient, **states)
         return self._compiled
 

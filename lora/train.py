@@ -84,7 +84,8 @@ class Trainer:
         self.model, self.config, self.train_data, self.valid_data = model, config, train, valid
         self.base, self.run_folder, self.watch, self.generate = base, run, watch or (lambda _: None), generate
         self.group, self.stop = group, stop or threading.Event()
-        self.rank, self.size = (group.rank(), group.size()) if group is not None else (0, 1)
+        self.rank: int = group.rank() if group is not None else 0
+        self.size: int = group.size() if group is not None else 1
         if config.train.packing:
             require_packing(architecture or {})
         self.stepper = Stepper(model, config.train, checkpointing=checkpointing, vocabulary=vocabulary)
@@ -188,14 +189,14 @@ class Trainer:
             micro = self._micro(batch, window[place], self.state.cursor + place)
             sums = micro.gradients if sums is None else {n: sums[n] + g for n, g in micro.gradients.items()}
             mx.eval(sums)
-            loss += float(micro.loss_sum.item())
+            loss += float(micro.loss_sum)
             count += micro.count
             tokens, padded = tokens + batch.real_tokens, padded + batch.padded_tokens
             where += batch.where
         sums, loss, count, tokens = self._shared(sums, loss, count, tokens)
         rate = self.rate(self.state.step)
         gradients, norm = clip_by_norm({n: g / count for n, g in sums.items()}, self.config.train.clip)
-        if not math.isfinite(float(norm.item())):
+        if not math.isfinite(float(norm)):
             raise TrainingDiverged(
                 f"The gradient of step {self.state.step + 1} is not finite; its rows are {_listed(where)}."
             )
@@ -206,14 +207,14 @@ class Trainer:
         self.state.step += 1
         self.state.cursor += len(window)
         self.state.trained_tokens += tokens
-        self._report(loss, count, rate, float(norm.item()), tokens, padded, time.perf_counter() - began)
+        self._report(loss, count, rate, float(norm), tokens, padded, time.perf_counter() - began)
 
     def _micro(self, batch: Batch, numbers: list[int], place: int) -> Micro:
         seed = int(
             np.random.SeedSequence([self.config.train.seed, self.state.epoch, place]).generate_state(1)[0]
         )
         micro = self.stepper.gradient(batch, self._known(0, numbers), seed)
-        if not math.isfinite(float(micro.loss_sum.item())):
+        if not math.isfinite(float(micro.loss_sum)):
             bad = np.flatnonzero(~np.isfinite(np.array(micro.sequences)))
             rows = [batch.where[i] for i in bad] or list(batch.where)
             raise TrainingDiverged(
@@ -233,7 +234,7 @@ class Trainer:
         totals = mx.distributed.all_sum(mx.array([loss, count, tokens], mx.float32), group=self.group)
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         mx.eval(totals, sums)
-        return sums, float(totals[0].item()), int(totals[1].item()), int(totals[2].item())
+        return sums, float(totals[0]), int(totals[1]), int(totals[2])
 
     def _bound_cache(self) -> None:
         """MLX keeps freed buffers of every shape; its peak does not count them, the user's memory does."""

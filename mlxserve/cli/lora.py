@@ -83,8 +83,8 @@ def plan(config: RunConfig, fits: bool, tensors: bool, as_json: bool) -> None:
     floats = 4 if on_cpu else facts.float_bytes
     weights = facts.weights.loaded_bytes(floats, on_cpu)
     if config.quantize:
-        weights = facts.weights.parameters * (config.quantize + 0.5) / 8
-    sizes = {"weight_bytes": int(weights), "float_bytes": floats}
+        weights = int(facts.weights.parameters * (config.quantize + 0.5) / 8)
+    sizes: dict[str, Any] = {"weight_bytes": weights, "float_bytes": floats}
     made = plan_run(config, dict(facts.config), **sizes)
     budget = _budget()
     shown = _plan_facts(made, budget)
@@ -375,7 +375,7 @@ def complete(base: Base, prompt: str, max_tokens: int) -> str:
     base.model.eval()
     while len(written) < max_tokens:
         logits = base.model(mx.array([ids]), cache=cache)
-        token = int(mx.argmax(logits[0, -1]).item())
+        token = int(mx.argmax(logits[0, -1]))
         if token in tokenizer.eos_token_ids:
             break
         written.append(token)
