@@ -1,7 +1,7 @@
 """Optimisers over named parameters, learning rates over steps, and clipping.
 
-Knows: mlx.optimizers, LoRA+ groups (arXiv:2402.12354), an AdamW that keeps its moments in 8 bits. All
-parameters and gradients are float32 dicts by name. Does not know models, losses or files.
+Knows: mlx.optimizers, LoRA+ groups (arXiv:2402.12354). All parameters and gradients are float32 dicts by
+name. Does not know models, losses or files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlxserve.lora.config import RunConfig, TrainConfig
 
 Arrays = dict[str, mx.array]
-BLOCK = 256
 
 
 def schedule(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
@@ -50,66 +49,9 @@ def clip_by_norm(gradients: Arrays, limit: float) -> tuple[Arrays, mx.array]:
     return {name: gradient * factor for name, gradient in gradients.items()}, norm
 
 
-class AdamW8bit(optim.Optimizer):
-    """AdamW whose two moments are a byte each, in blocks of 256 with one float32 scale.
-
-    Codes are spaced by a power, so that small values keep their relative precision: m = s · sign(q)
-    |q/127|³, v = s · (q/255)⁴. Blockwise 8-bit states: Dettmers et al., arXiv:2110.02861.
-    """
-
-    def __init__(
-        self, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        super().__init__()
-        self._maybe_schedule("learning_rate", learning_rate)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-
-    def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
-        blocks = -(-parameter.size // BLOCK)
-        state["m"], state["m_scale"] = mx.zeros((blocks, BLOCK), mx.int8), mx.zeros((blocks, 1))
-        state["v"], state["v_scale"] = mx.zeros((blocks, BLOCK), mx.uint8), mx.zeros((blocks, 1))
-
-    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]) -> mx.array:
-        rate, (b1, b2) = self.learning_rate, self.betas
-        blocks = _blocked(gradient.astype(mx.float32))
-        m = state["m_scale"] * _cube(state["m"].astype(mx.float32) / 127)
-        v = state["v_scale"] * mx.square(mx.square(state["v"].astype(mx.float32) / 255))
-        m, v = b1 * m + (1 - b1) * blocks, b2 * v + (1 - b2) * mx.square(blocks)
-        step = self.step.astype(mx.float32)
-        update = (m / (1 - b1**step)) / (mx.sqrt(v / (1 - b2**step)) + self.eps)
-        state["m"], state["m_scale"] = _signed_codes(m)
-        state["v"], state["v_scale"] = _positive_codes(v)
-        change = update.reshape(-1)[: parameter.size].reshape(parameter.shape)
-        return parameter * (1 - rate * self.weight_decay) - rate * change
-
-
-def _blocked(values: mx.array) -> mx.array:
-    flat = values.reshape(-1)
-    return mx.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
-
-
-def _cube(x: mx.array) -> mx.array:
-    return x * x * x
-
-
-def _signed_codes(m: mx.array) -> tuple[mx.array, mx.array]:
-    scale = mx.abs(m).max(axis=1, keepdims=True)
-    share = mx.abs(m) / mx.maximum(scale, 1e-30)
-    return (mx.sign(m) * mx.round(127 * share ** (1 / 3))).astype(mx.int8), scale
-
-
-def _positive_codes(v: mx.array) -> tuple[mx.array, mx.array]:
-    """Rounded up, so that a small v never becomes zero, which would make its step huge."""
-    scale = v.max(axis=1, keepdims=True)
-    share = v / mx.maximum(scale, 1e-30)
-    return mx.minimum(255, mx.ceil(255 * mx.sqrt(mx.sqrt(share)) - 1e-4)).astype(mx.uint8), scale
-
-
 def _make(name: str, decay: float) -> optim.Optimizer:
     if name == "adamw":
         return optim.AdamW(0.0, weight_decay=decay, bias_correction=True)
-    if name == "adamw8bit":
-        return AdamW8bit(0.0, (0.9, 0.999), 1e-8, decay)
     if name == "lion":
         return optim.Lion(0.0, weight_decay=decay)
     if name == "muon":

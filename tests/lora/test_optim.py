@@ -1,4 +1,4 @@
-"""Schedules, clipping, groups, and AdamW in 8 bits beside the exact one."""
+"""Schedules, clipping, groups, AdamW beside NumPy, and states that come back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxserve.lora.config import from_dict
-from mlxserve.lora.optim import AdamW8bit, Optimizer, clip_by_norm, schedule
+from mlxserve.lora.optim import Optimizer, clip_by_norm, schedule
 
 
 def _rates(total: int, **train: Any) -> list[float]:
@@ -50,29 +50,20 @@ def _adamw(values: np.ndarray, gradients: list[np.ndarray], rate: float) -> np.n
     return w
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("adamw8bit", 0.02)])
+@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), (0.02)])
 def test_adamw_against_numpy(name: str, tolerance: float) -> None:
-    """Gradients over six orders of magnitude, where codes of even spacing would fail."""
+    """Gradients over six orders of magnitude."""
     draw = np.random.default_rng(1)
     scales = 10.0 ** draw.uniform(-6, 0, (40, 20))
     gradients = [draw.normal(size=(40, 20)) * scales for _ in range(10)]
     start = draw.normal(size=(40, 20))
     values = {"x.lora_a": mx.array(start.astype(np.float32))}
-    optimizer = Optimizer(from_dict({"train": {"optimizer": name}}), values)
+    optimizer = Optimizer(from_dict({"train": {"optimizer": "adamw"}}), values)
     for gradient in gradients:
         values = optimizer.apply(values, {"x.lora_a": mx.array(gradient.astype(np.float32))}, 0.01)
     moved = _adamw(start, gradients, 0.01) - start
     error = np.linalg.norm(np.array(values["x.lora_a"]) - start - moved) / np.linalg.norm(moved)
-    assert error < max(tolerance, 0.1 if name == "adamw8bit" else 0)
-
-
-def test_eight_bits_are_eight_bits() -> None:
-    values = {"w": mx.zeros((256, 256))}
-    exact, small = (
-        Optimizer(from_dict({"train": {"optimizer": name}}), values).nbytes for name in ("adamw", "adamw8bit")
-    )
-    assert small < 0.27 * exact
-    assert isinstance(AdamW8bit(0.1, (0.9, 0.999), 1e-8, 0.0), AdamW8bit)
+    assert error < 1e-5
 
 
 def test_lora_plus_moves_b_faster() -> None:
@@ -84,7 +75,7 @@ def test_lora_plus_moves_b_faster() -> None:
     assert new["l.lora_b"][0, 0].item() == pytest.approx(-0.08, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
 def test_state_comes_back(name: str) -> None:
     mx.random.seed(0)
     config = from_dict({"train": {"optimizer": name}, "lora": {"plus_ratio": 2}})

@@ -171,7 +171,7 @@ def test_packing_is_refused_where_rows_cannot_stand_alone() -> None:
     [
         {"train": {"optimizer": "adamw", "epochs": 2}, "lora": {"dropout": 0.3, "plus_ratio": 4.0}},
         {"train": {"optimizer": "muon"}, "lora": {"type": "dora"}},
-        {"train": {"optimizer": "adamw8bit", "packing": True}},
+        {"train": {"optimizer": "lion", "packing": True}},
     ],
 )
 def test_case_56_resume_is_bit_identical(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -259,7 +259,6 @@ def test_training_learns() -> None:
         ("adafactor", 0.01),
         ("muon", 0.02),
         ("lion", 0.003),
-        ("adamw8bit", 0.01),
     ):
         config = _config(
             train={"optimizer": name, "lr": rate, "epochs": 12, "schedule": "constant", "accumulate": 1}
