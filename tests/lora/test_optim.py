@@ -50,8 +50,7 @@ def _adamw(values: np.ndarray, gradients: list[np.ndarray], rate: float) -> np.n
     return w
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), (0.02)])
-def test_adamw_against_numpy(name: str, tolerance: float) -> None:
+def test_adamw_against_numpy() -> None:
     """Gradients over six orders of magnitude."""
     draw = np.random.default_rng(1)
     scales = 10.0 ** draw.uniform(-6, 0, (40, 20))
