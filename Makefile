@@ -59,6 +59,7 @@ bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tabl
 	PYTHONPATH=. $(BIN)/python benchmarks/generate.py
 	PYTHONPATH=. $(BIN)/python benchmarks/serving.py
 	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
+	PYTHONPATH=. $(BIN)/python benchmarks/http_streams.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -21,6 +21,8 @@ from mlxserve.kernels_metal.source import read
 AFFINE = "affine"
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
+# MLX passes smaller inputs to a kernel in another address space, which helpers here do not take.
+LEAST_ELEMENTS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +38,10 @@ class AffineExperts:
     def __post_init__(self) -> None:
         if self.bits not in AFFINE_BITS or self.group_size not in AFFINE_GROUPS:
             raise ValueError(f"no kernel reads {self.bits} bits in groups of {self.group_size}")
+        if self.scales.size < LEAST_ELEMENTS:
+            raise ValueError(
+                f"a kernel's weights have at least {LEAST_ELEMENTS} scales, not {self.scales.size}"
+            )
         groups = self.columns // self.group_size
         if self.scales.shape != (*self.words.shape[:2], groups) or self.biases.shape != self.scales.shape:
             raise ValueError(f"words {self.words.shape} do not go with scales {self.scales.shape}")

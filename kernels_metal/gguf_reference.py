@@ -11,7 +11,7 @@ Source: ggml's block definitions, as restated by the PyPI package `gguf` (gguf.q
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
@@ -66,14 +66,26 @@ def gather_matmul(
     Returns [P, N] in x's dtype. Only experts that some row asks for are unpacked, one after another, so
     `indices` [P] is awaited. `sorted_indices` helps the kernel only.
     """
-    chosen = np.array(indices).tolist()
-    share = len(chosen) // x.shape[0]
-    result = mx.zeros((len(chosen), blocks.shape[1]), x.dtype)
-    for expert in sorted(set(chosen)):
-        pairs = [p for p, e in enumerate(chosen) if e == expert]
-        rows = mx.array([p // share for p in pairs])
-        result[mx.array(pairs)] = matmul(x[rows], blocks[expert], kind)
+    share = indices.size // x.shape[0]
+    result = mx.zeros((indices.size, blocks.shape[1]), x.dtype)
+    for expert, pairs in _pairs_of_experts(indices):
+        result[pairs] = matmul(x[pairs // share], blocks[expert], kind)
     return result
+
+
+def gather_transposed_matmul(y: mx.array, blocks: mx.array, indices: mx.array, kind: str) -> mx.array:
+    """Row p of y [P, N] times expert indices[p] of uint8 [E, N, row bytes] -> [P, K] in y's dtype."""
+    result = mx.zeros((indices.size, find_format(kind).row_weights(blocks.shape[-1])), y.dtype)
+    for expert, pairs in _pairs_of_experts(indices):
+        result[pairs] = transposed_matmul(y[pairs], blocks[expert], kind)
+    return result
+
+
+def _pairs_of_experts(indices: mx.array) -> Iterator[tuple[int, mx.array]]:
+    """(expert, its places in `indices` [P]) for each expert that is there."""
+    chosen = np.array(indices)
+    for expert in np.unique(chosen):
+        yield int(expert), mx.array(np.flatnonzero(chosen == expert))
 
 
 def _packed_matmul(x: mx.array, blocks: mx.array, kind: str) -> mx.array:

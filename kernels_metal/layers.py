@@ -46,6 +46,26 @@ def _with_gradient(kind: str) -> Product:
     return cast(Product, product)
 
 
+@cache
+def _gathered_with_gradient(kind: str, sorted_indices: bool) -> Callable[..., mx.array]:
+    """The same for rows that each have their expert: x [X, K], blocks [E, N, row bytes], indices [P]."""
+
+    @mx.custom_function
+    def product(x: mx.array, blocks: mx.array, indices: mx.array) -> mx.array:
+        return dispatch.gguf_gather_matmul(x, blocks, indices, kind, sorted_indices)
+
+    @product.vjp
+    def backward(
+        primals: Sequence[mx.array], cotangent: mx.array, _: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        x, blocks, indices = primals
+        pairs = gguf_reference.gather_transposed_matmul(cotangent, blocks, indices, kind)  # [P, K]
+        gradient = pairs.reshape(x.shape[0], -1, x.shape[1]).sum(axis=1)
+        return gradient, mx.zeros_like(blocks), mx.zeros_like(indices)
+
+    return cast(Callable[..., mx.array], product)
+
+
 class _BlockLayer(nn.Module):
     """weight: uint8 [*outer, row bytes] of format `kind`; bias: [*outer], if there is one; both frozen."""
 
@@ -120,7 +140,10 @@ class GGUFSwitchLinear(_BlockLayer):
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         rows, flat = x.reshape(-1, x.shape[-1]), indices.flatten()
-        y = dispatch.gguf_gather_matmul(rows, self["weight"], flat, self.kind, sorted_indices)
+        if self.training:
+            y = _gathered_with_gradient(self.kind, sorted_indices)(rows, self["weight"], flat)
+        else:
+            y = dispatch.gguf_gather_matmul(rows, self["weight"], flat, self.kind, sorted_indices)
         if "bias" in self:
             y = y + self["bias"][flat]
         return y.reshape(*indices.shape, 1, self.output_dims)
@@ -130,7 +153,8 @@ class GGUFSwitchGLU(nn.Module):
     """A mixture's gate, up and down projections on blocks, called as mlx-lm's SwitchGLU.
 
     x [..., K], indices [..., k] -> [..., k, N]. Few (row, expert) pairs run gate and up in one launch; many
-    are sorted by expert, so that rows share the weights they read.
+    are sorted by expert, so that rows share the weights they read; so they are in training, or where an
+    adapter has taken a projection's place.
     """
 
     def __init__(
@@ -146,8 +170,9 @@ class GGUFSwitchGLU(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         rows, chosen = x.reshape(-1, x.shape[-1]), indices.reshape(-1, indices.shape[-1])
-        few = indices.size < GATHER_TILE_PAIRS
-        y = self._in_one_launch(rows, chosen) if few else self._sorted(rows, chosen)
+        plain = all(isinstance(layer, GGUFSwitchLinear) for layer in (self.gate_proj, self.up_proj))
+        at_once = plain and not self.training and indices.size < GATHER_TILE_PAIRS
+        y = self._in_one_launch(rows, chosen) if at_once else self._sorted(rows, chosen)
         return y.reshape(*indices.shape, self.down_proj.output_dims)
 
     def _in_one_launch(self, rows: mx.array, chosen: mx.array) -> mx.array:

@@ -10,8 +10,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import mlxserve  # noqa: F401  puts OpenBLAS into the process before any test imports MLX
+
+# The same examples in every run, so that a red run is red for everybody; MLXSERVE_EXPLORE=1 draws new ones.
+settings.register_profile("same", derandomize=True)
+settings.load_profile("default" if os.environ.get("MLXSERVE_EXPLORE") else "same")
 
 ROOT = Path(__file__).resolve().parents[1]
 

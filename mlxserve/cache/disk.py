@@ -9,17 +9,21 @@ conversations share the files of their common beginning, and one that grows rewr
 
     file   magic | length of header | header (JSON) | arrays | SHA-256 of all before it
 
-A file that is cut short, changed, or was written for something else is a miss and is removed.
+A file that is cut short, changed, or was written for something else is a miss and is removed. The time of
+last use is a file's modification time; a block is younger than those that follow it, so the oldest file ends
+a chain. Only files with a block's name are ever removed, whatever else lies in the folder: blocks of other
+models count towards the limit and go in their turn.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import struct
-import tempfile
 import threading
 import time
 from array import array
@@ -31,7 +35,8 @@ from mlxserve.errors import UsageError
 
 MAGIC = b"mlxserve-kv-1\n"
 SUFFIX = ".kv"
-STALE_TEMPORARY_S = 3600.0
+UNFINISHED = ".kv.part"
+_NAME = re.compile(r"[0-9a-f]{64}(\.kv|\.kv\.part)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class DiskTier:
     """Blocks in `folder`, at most `limit_bytes` of them, the least recently used going first.
 
     fingerprint: what a block is only good for; part of every name and checked again in every file. Several
-    processes may share a folder. Thread-safe. Raises UsageError if the folder cannot be made.
+    processes may share a folder: the limit is one for all. Thread-safe. Conversations are private: folder
+    and files are for their owner only. Raises UsageError if the folder cannot be made or written.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, fingerprint: str, block_tokens: int) -> None:
@@ -57,13 +63,15 @@ class DiskTier:
         self.block_tokens = block_tokens
         self.hits = self.misses = self.damaged = 0
         self._lock = threading.Lock()
+        self._last_use = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._alone():
+                self._shrink(limit_bytes)
         except OSError as error:
             raise UsageError(
-                f"The cache folder {folder} cannot be made: {error.strerror}.", param="cache_dir"
+                f"The cache folder {folder} cannot be used: {error.strerror}.", param="cache_dir"
             ) from error
-        self._remove_abandoned()
 
     def chain(self, tokens: Sequence[int], adapter: str | None = None) -> list[str]:
         """The names of the whole blocks of `tokens`, in order."""
@@ -82,24 +90,34 @@ class DiskTier:
                 return count
         return len(names)
 
-    def put(self, name: str, buffers: Mapping[str, Buffer]) -> None:
-        """Store a block, whole or not at all; then remove the least recently used beyond the limit.
+    def put(self, name: str, buffers: Mapping[str, Buffer], before: Sequence[str] = ()) -> list[str]:
+        """Store a block, whole or not at all; the names of those that were removed to make room for it.
 
-        A full or read-only disk is no error: the block is simply not kept.
+        before: blocks of the same chain, which must not be the ones that go. A full or read-only disk is
+        no error: the block is simply not kept.
         """
         content = _encoded(self.fingerprint, name, buffers)
         if len(content) > self.limit_bytes:
-            return
-        with self._lock, contextlib.suppress(OSError):
-            self._shrink(self.limit_bytes - len(content))
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
-                try:
-                    file.write(content)
-                    file.close()
-                    os.replace(file.name, self._path(name))
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            return [name]
+        removed: list[str] = []
+        try:
+            with self._alone():
+                self.touch(before)
+                removed = self._shrink(self.limit_bytes - len(content))
+                self._write(name, content)
+                self.touch([*before, name])
+        except OSError:
+            return [*removed, name]
+        return removed
+
+    def _write(self, name: str, content: bytes) -> None:
+        part = self.folder / f"{name}{UNFINISHED}"
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+            os.replace(part, self._path(name))
+        finally:
+            part.unlink(missing_ok=True)
 
     def get(self, name: str) -> dict[str, Buffer] | None:
         """A block's arrays, or None if it is not here or not sound."""
@@ -120,44 +138,50 @@ class DiskTier:
 
     def touch(self, names: Sequence[str]) -> None:
         """These blocks were used, the chain's beginning last: it must outlive what hangs on it."""
-        now = time.time()
-        for age, name in enumerate(names):
+        for name in reversed(names):
+            self._last_use = max(self._last_use + 1, time.time_ns())
             with contextlib.suppress(OSError):
-                os.utime(self._path(name), (now, now - age * 1e-3))
+                os.utime(self._path(name), ns=(self._last_use, self._last_use))
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all blocks in the folder."""
         return sum(size for _, size, _ in self._files())
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{SUFFIX}"
 
-    def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """(time of last use, bytes, path) of every block, whoever wrote it."""
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other thread or process adds files meanwhile."""
+        with self._lock, open(os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _files(self) -> Iterator[tuple[int, int, Path]]:
+        """(time of last use in ns, bytes, path) of every block, whoever wrote it."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name.endswith(SUFFIX):
+                if _NAME.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
-                        facts = entry.stat()
-                        yield facts.st_mtime, facts.st_size, Path(entry.path)
+                        facts = entry.stat(follow_symlinks=False)
+                        yield facts.st_mtime_ns, facts.st_size, Path(entry.path)
 
-    def _shrink(self, limit_bytes: int) -> None:
-        """Remove the least recently used blocks until the rest fits."""
-        files = sorted(self._files())
+    def _shrink(self, limit_bytes: int) -> list[str]:
+        """Remove the least recently used blocks until the rest fits; their names. Only alone.
+
+        What is unfinished then was left behind by a process that was killed, and goes first.
+        """
+        files = sorted(self._files(), key=lambda file: (not file[2].name.endswith(UNFINISHED), file))
         held = sum(size for _, size, _ in files)
+        removed = []
         for _, size, path in files:
-            if held <= limit_bytes:
-                return
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            if held <= limit_bytes and not path.name.endswith(UNFINISHED):
+                break
+            path.unlink(missing_ok=True)
+            removed.append(path.name.partition(".")[0])
             held -= size
-
-    def _remove_abandoned(self) -> None:
-        """Temporary files that a killed process left behind."""
-        for path in self.folder.glob("*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > STALE_TEMPORARY_S:
-                    path.unlink()
+        return removed
 
 
 def _encoded(fingerprint: str, name: str, buffers: Mapping[str, Buffer]) -> bytes:

@@ -249,6 +249,8 @@ class PrefixTree:
         """
         if state is not None and self.state_pool is None:
             raise BookkeepingError("a checkpoint needs a tree with a state_pool")
+        if state is None and not self.groups:
+            return  # neither pages nor a checkpoint: nothing that anybody could reuse
         new = compact(tokens, cursor.position, length)
         node, position, done = cursor.node, cursor.position, 0
         while done < len(new):

@@ -1,7 +1,7 @@
 """`mlxserve kernels`: which of our own Metal kernels run here, and whether they are right and fast.
 
-Knows: the table of kernels and of results. Elsewhere than on a Mac the self-test runs the kernels' text by the
-harness of the repository's tests, where both are there.
+Knows: the table of kernels and of results. On a CPU the self-test runs the kernels' text by the harness of the
+repository's tests, where that and its compiler are there; on an NVIDIA GPU it runs them as CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlxserve
 from mlxserve.cli.common import say, table
 from mlxserve.errors import DependencyMissing, MlxServeError, UsageError
-from mlxserve.kernels_metal import selftest, switch
+from mlxserve.kernels_metal import cuda, selftest, switch
 
 
 @dataclass
@@ -60,16 +60,16 @@ def _state(name: str) -> str:
 @click.option("--kernel", "names", multiple=True, metavar="NAME", help="Only this kernel; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")
 def run_selftest(names: tuple[str, ...], as_json: bool) -> None:
-    """Hold every kernel to its reference, and measure it where there is Metal.
+    """Hold every kernel to its reference, and measure it where there is a GPU.
 
-    Without Metal, and from a checkout with the package ziglang, the kernels' text runs on this CPU under
+    Without one, and from a checkout with the package ziglang, the kernels' text runs on this CPU under
     checks: right or wrong, no speed.
     """
     unknown = [name for name in names if name not in switch.KERNELS]
     if unknown:
         raise UsageError(f"There is no kernel {unknown[0]!r}; there are {', '.join(switch.KERNELS)}.")
     chosen = frozenset(names or switch.KERNELS)
-    rows = _on_metal(chosen) if mx.metal.is_available() else _on_this_cpu(chosen)
+    rows = _rows(chosen)
     if as_json:
         for row in rows:
             click.echo(json.dumps(asdict(row)))
@@ -82,10 +82,20 @@ def run_selftest(names: tuple[str, ...], as_json: bool) -> None:
         )
 
 
-def _on_metal(chosen: frozenset[str]) -> list[Row]:
+def _rows(chosen: frozenset[str]) -> list[Row]:
+    if mx.metal.is_available():
+        return _on_gpu(chosen)
+    if mx.cuda.is_available():
+        say("No Metal here: the kernels run as CUDA, as a check of their text more than of their speed.")
+        with cuda.in_place_of_metal():
+            return _on_gpu(chosen)
+    return _on_this_cpu(chosen)
+
+
+def _on_gpu(chosen: frozenset[str]) -> list[Row]:
     """Every case on the GPU: right or wrong, then speed beside MLX's own and the device's bandwidth."""
     rows, gigabytes_per_s = [], selftest.bandwidth()
-    say(f"{mx.device_info()['device_name']}: {gigabytes_per_s:.0f} GB/s when copying.")
+    say(f"{mx.device_info().get('device_name', 'GPU')}: {gigabytes_per_s:.0f} GB/s when copying.")
     for case in selftest.cases(True, chosen):
         row = _judge(case, lambda call, *operands: selftest.arrays(call(*operands)))
         timing = selftest.measure(case, case.kernel_call)

@@ -35,9 +35,10 @@ class Persistence:
         self.disk = disk
         self.scheduler = scheduler
         self.model = model
-        self._gathered: list[tuple[str, dict[str, mx.array]]] = []
-        self._files: queue.Queue[tuple[str, dict[str, Buffer]] | None] = queue.Queue(MOST_PENDING)
-        self._known: set[str] = set()
+        # A block's name, its arrays, and with the last block of a chain the names of those before it.
+        self._gathered: list[tuple[str, dict[str, mx.array], list[str]]] = []
+        self._files: queue.Queue[tuple[str, dict[str, Buffer], list[str]] | None] = queue.Queue(MOST_PENDING)
+        self._known: set[str] = set()  # on disk, or about to be
         self._writer = threading.Thread(target=self._write, name="mlxserve-disk", daemon=True)
         self._writer.start()
 
@@ -58,17 +59,18 @@ class Persistence:
             if len(self._gathered) + self._files.qsize() >= MOST_PENDING:
                 return
             part = [table[i * BLOCK_PAGES : (i + 1) * BLOCK_PAGES] for table in match.shared]
-            self._gathered.append((names[i], self._gather(part)))
+            before = names[:i] if i == new[-1] else []
+            self._gathered.append((names[i], self._gather(part), before))
             self._known.add(names[i])
-        mx.async_eval([list(arrays.values()) for _, arrays in self._gathered])
+        mx.async_eval([list(arrays.values()) for _, arrays, _ in self._gathered])
 
     def flush(self) -> None:
         """Hand what was gathered before the last step to the writing thread."""
         gathered, self._gathered = self._gathered, []
-        for name, arrays in gathered:
+        for name, arrays, before in gathered:
             buffers = {key: _buffer(value) for key, value in arrays.items()}
             try:
-                self._files.put_nowait((name, buffers))
+                self._files.put_nowait((name, buffers, before))
             except queue.Full:
                 self._known.discard(name)
 
@@ -118,6 +120,7 @@ class Persistence:
         """One block from disk into fresh pages at the end of `tables`; False if it is not to be had."""
         buffers = self.disk.get(name)
         if buffers is None:
+            self._known.discard(name)
             return False
         arrays = {key: _array(buffer) for key, buffer in buffers.items()}
         taken: list[list[int]] = []
@@ -145,7 +148,7 @@ class Persistence:
 
     def _write(self) -> None:
         while (job := self._files.get()) is not None:
-            self.disk.put(*job)
+            self._known.difference_update(self.disk.put(*job))
 
 
 def _buffer(value: mx.array) -> Buffer:

@@ -89,14 +89,15 @@ async def _plan(
 ) -> Run:
     dialogue = entry.dialogue
     prompt = await _prompt(dialogue, body, tools)
+    reply = dialogue.plan_reply(prompt, params, tools)
     wish = Wish(
-        dialogue.constrain(params, tools),
-        lambda: dialogue.parser(prompt, tools),
+        reply.params,
+        reply.parser,
         client=client,
         parallel_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", None),
         thinking_budget=thinking_budget(body),
     )
-    return make_run(service, entry, [prompt.ids], wish)
+    return make_run(service, entry, [reply.prompt], wish)
 
 
 async def _prompt(dialogue: Dialogue, body: Conversation, tools: Tools) -> Prompt:

@@ -11,16 +11,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from mlxserve.errors import Unsupported, UsageError
 from mlxserve.request import SamplingParams
 from mlxserve.server.constraints import Tools
 from mlxserve.server.fill import FillTokens, find_fill_tokens
-from mlxserve.server.forced import ForcedCallParser, call_grammar
+from mlxserve.server.replies import PlainParser, ReplyParser, ReplyPlan, closing, plan_reply
 from mlxserve.text.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from mlxserve.text.messages import content_text
-from mlxserve.text.reply import ReplyParser as TextParser
 from mlxserve.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "Prompt",
     "Reasoning",
     "ReplyParser",
+    "ReplyPlan",
     "Text",
     "ToolArguments",
     "ToolEnd",
@@ -38,30 +38,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_TAIL_TOKENS = 64  # of a prompt, in which reasoning may have been begun
 # Longer texts are rendered and encoded on a thread, so that streams go on meanwhile.
 _OFF_LOOP_CHARACTERS = 20_000
-
-
-class ReplyParser(Protocol):
-    """Reads one reply as it comes. `thinking` is True inside reasoning. Never raises on a model's text."""
-
-    @property
-    def thinking(self) -> bool: ...
-    def feed(self, text: str) -> Sequence[Event]: ...
-    def finish(self) -> Sequence[Event]: ...
-
-
-class PlainParser:
-    """All text is text: completions without a template."""
-
-    thinking = False
-
-    def feed(self, text: str) -> Sequence[Event]:
-        return (Text(text),) if text else ()
-
-    def finish(self) -> Sequence[Event]:
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +50,6 @@ class Prompt:
 
     def after(self, earlier: Sequence[int]) -> Prompt:
         return replace(self, ids=[*earlier, *self.ids])
-
-
-class TrackedParser:
-    """The text room's parser for this model, and whether the reply is inside reasoning just now."""
-
-    def __init__(self, tokenizer: Tokenizer, tools: Tools, prompt: Prompt) -> None:
-        self._parser = TextParser(tokenizer, list(tools.offered), prompt_ids=prompt.ids)
-        self.thinking = _opens_reasoning(tokenizer, prompt)
-
-    def feed(self, text: str) -> Sequence[Event]:
-        events = self._parser.push(text)
-        if events:
-            self.thinking = isinstance(events[-1], Reasoning)
-        return events
-
-    def finish(self) -> Sequence[Event]:
-        return self._parser.finish()
-
-
-def _opens_reasoning(tokenizer: Tokenizer, prompt: Prompt) -> bool:
-    """True where the template has begun the reasoning already."""
-    reasoning = tokenizer.reply_format.reasoning
-    if reasoning is None:
-        return False
-    tail = tokenizer.decode(prompt.ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-    return tail.rstrip().endswith(reasoning.start)
 
 
 class Dialogue:
@@ -206,17 +158,9 @@ class Dialogue:
 
     # -- replies ------------------------------------------------------------------------------------
 
-    def parser(self, prompt: Prompt, tools: Tools) -> ReplyParser:
-        """A fresh parser for one reply to `prompt`."""
-        if tools.forced:
-            return ForcedCallParser(tools.only)
-        return TrackedParser(self.tokenizer, tools, prompt)
-
-    def constrain(self, params: SamplingParams, tools: Tools) -> SamplingParams:
-        """The same settings, held to a tool call where one must come."""
-        if not tools.forced:
-            return params
-        return replace(params, grammar=call_grammar(tools))
+    def plan_reply(self, prompt: Prompt, params: SamplingParams, tools: Tools) -> ReplyPlan:
+        """How a reply to `prompt` is begun, held to a form, and read."""
+        return plan_reply(self.tokenizer, prompt.ids, params, tools)
 
     def thinking(self, wanted: bool) -> dict[str, Any]:
         """Template variables that switch reasoning on or off; none where the template has no switch."""
@@ -225,17 +169,12 @@ class Dialogue:
     @property
     def can_close_reasoning(self) -> bool:
         """True where reasoning ends with a mark that can be put there (gpt-oss has channels instead)."""
-        return self.can_chat and not self.tokenizer.reply_format.harmony and self._closing_mark is not None
-
-    @property
-    def _closing_mark(self) -> str | None:
-        reasoning = self.tokenizer.reply_format.reasoning
-        return reasoning.end if reasoning else None
+        reply = self.tokenizer.reply_format
+        return self.can_chat and not reply.harmony and reply.reasoning is not None
 
     def close_reasoning(self) -> tuple[str, list[int]]:
         """What ends the reasoning, as text and as ids."""
-        text = f"\n{self._closing_mark}\n\n"
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return closing(self.tokenizer)
 
     def effort(self, level: str, *, strict: bool = True) -> dict[str, Any]:
         """Template variables for a reasoning effort.

@@ -1,10 +1,11 @@
-"""A tool call that must come: the grammar that holds the model to it, and the reader of what comes.
+"""Grammars for tool calls: one that must come, and those that may come but must conform.
 
-Knows: JSON and Lark grammars as llguidance reads them. Does not know models' own call dialects: held to this
-form, any model makes a call, whether or not it was trained to.
+Knows: JSON and Lark grammars as llguidance reads them, and a dialect's marks. Does not know how a grammar is
+kept to.
 
-The text is {"name": "NAME", "arguments": OBJECT}, OBJECT conforming to the tool's schema; where only one tool
-is allowed it is OBJECT alone.
+A call that must come is {"name": "NAME", "arguments": OBJECT}, OBJECT conforming to the tool's schema, or OBJECT
+alone where only one tool is allowed: held to this form any model makes a call, trained to or not. Calls that may
+come stand in free text, between the marks that the model was trained on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from mlxserve.server.constraints import Tools
 from mlxserve.text.events import Event, ToolArguments, ToolEnd, ToolStart
+from mlxserve.text.formats import ReplyFormat
 
 
 def call_grammar(tools: Tools) -> str:
@@ -24,7 +26,7 @@ def call_grammar(tools: Tools) -> str:
     schemas = [tool["function"] for tool in tools.offered]
     if tools.only is not None:
         return f"start: %json {_schema(schemas[0])}\n"
-    heads = [_literal(f'{{"name": {json.dumps(schema["name"])}, "arguments": ') for schema in schemas]
+    heads = [_literal(_head(schema)) for schema in schemas]
     options = " | ".join(f'{head} args_{i} "}}"' for i, head in enumerate(heads))
     rules = "".join(f"args_{i}: %json {_schema(schema)}\n" for i, schema in enumerate(schemas))
     return f"start: {options}\n{rules}"
@@ -32,6 +34,45 @@ def call_grammar(tools: Tools) -> str:
 
 # As JSON's writers do it; a model that pads with white space would use up its tokens.
 _COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+
+
+def strict_grammar(tools: Tools, reply: ReplyFormat, added: Mapping[str, int]) -> str | None:
+    """The Lark grammar of free text in which a call, once begun, must be one of `tools` and conform.
+
+    None for dialects that write calls in another way than as JSON between two marks.
+    """
+    dialect = reply.dialects[0]
+    if reply.harmony or dialect.payload != "json" or dialect.each or not (dialect.start and dialect.end):
+        return None
+    functions = [tool["function"] for tool in tools.offered]
+    bodies = " | ".join(f'{_literal(_head(function))} args_{i} "}}"' for i, function in enumerate(functions))
+    rules = [f"args_{i}: %json {_schema(function)}" for i, function in enumerate(functions)]
+    begin = f"TEXT {_mark(dialect.start, added)}" if dialect.start in added else "begin"
+    if begin == "begin":  # a mark of ordinary text: the shortest text that ends with it
+        rules.append(f"begin[lazy]: TEXT {_literal(dialect.start)}")
+    # Other marks made of added tokens may stand in the text: reasoning begins and ends with them.
+    reasoning = (reply.reasoning.start, reply.reasoning.end) if reply.reasoning else ()
+    marks = [_mark(text, added) for text in (*reasoning, *reply.dropped) if text in added]
+    free = "".join(f" | TEXT {mark}" for mark in marks)
+    return "\n".join(
+        [
+            "%llguidance {}",
+            f"start: (call{free})* TEXT",
+            f'call: {begin} "\\n" ({bodies}) "\\n" {_mark(dialect.end, added)}',
+            "TEXT: /(.|\\n)*/",
+            *rules,
+            "",
+        ]
+    )
+
+
+def _mark(text: str, added: Mapping[str, int]) -> str:
+    """A mark as the grammar names it: by its id, if it is a token of its own."""
+    return f"<[{added[text]}]>" if text in added else _literal(text)
+
+
+def _head(function: Mapping[str, Any]) -> str:
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": '
 
 
 def _schema(function: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from mlxserve.errors import MlxServeError, Unsupported, UsageError
 from mlxserve.request import SEED_LIMIT, FinishReason, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, answer, client_of, json_response, read_json, service_of
 from mlxserve.server.constraints import Tools
-from mlxserve.server.dialogue import Dialogue, PlainParser, Prompt, Reasoning, Text, ToolEnd
+from mlxserve.server.dialogue import Dialogue, PlainParser, Prompt, Reasoning, ReplyPlan, Text, ToolEnd
 from mlxserve.server.faults import ollama_error
 from mlxserve.server.fields import convert, given, require
 from mlxserve.server.generation import Block, Reply, Run, Step, gather
@@ -82,20 +82,10 @@ async def chat(request: HttpRequest) -> Response:
     async def plan(entry: Loaded) -> Run:
         dialogue = entry.dialogue
         prompt = await dialogue.prompt(conversation, tools=tools, variables=think_variables(body, dialogue))
-        return renderer.started(
-            entry,
-            make_run(
-                service_of(request),
-                entry,
-                [prompt.ids],
-                Wish(
-                    params,
-                    lambda: dialogue.parser(prompt, tools),
-                    client=client_of(request),
-                    limit=context_limit(options, entry),
-                ),
-            ),
-        )
+        reply = dialogue.plan_reply(prompt, params, tools)
+        limit = context_limit(options, entry)
+        wish = Wish(reply.params, reply.parser, client=client_of(request), limit=limit)
+        return renderer.started(make_run(service_of(request), entry, [reply.prompt], wish))
 
     return await _answer(request, body, plan, renderer)
 
@@ -111,15 +101,13 @@ async def generate(request: HttpRequest) -> Response:
 
     async def plan(entry: Loaded) -> Run:
         prompt, templated = await _generate_prompt(entry, body)
-        dialogue = entry.dialogue
-        ends = fill_ends(dialogue) if body.suffix else ()
-        wish = Wish(
-            replace(params, stop_token_ids=ends),
-            (lambda: dialogue.parser(prompt, Tools())) if templated else PlainParser,
-            client=client_of(request),
-            limit=context_limit(options, entry),
-        )
-        return renderer.started(entry, make_run(service_of(request), entry, [prompt.ids], wish))
+        held = replace(params, stop_token_ids=fill_ends(entry.dialogue) if body.suffix else ())
+        reply = ReplyPlan(prompt.ids, held, PlainParser)
+        if templated:
+            reply = entry.dialogue.plan_reply(prompt, params, Tools())
+        limit = context_limit(options, entry)
+        wish = Wish(reply.params, reply.parser, client=client_of(request), limit=limit)
+        return renderer.started(make_run(service_of(request), entry, [reply.prompt], wish))
 
     return await _answer(request, body, plan, renderer)
 
@@ -264,7 +252,7 @@ class OllamaRenderer:
     begun: float = field(default_factory=time.perf_counter)
     media_type: str = NDJSON
 
-    def started(self, entry: Loaded, run: Run) -> Run:
+    def started(self, run: Run) -> Run:
         """Remembers how long the model took to load, where this call loaded it."""
         self.load_s = run.started - self.begun
         return run

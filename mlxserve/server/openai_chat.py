@@ -68,15 +68,16 @@ async def _plan(
         variables=template_variables(body, dialogue),
         continue_last=bool(body.continue_final_message),
     )
+    reply = dialogue.plan_reply(prompt, params, tools)
     wish = Wish(
-        dialogue.constrain(params, tools),
-        lambda: dialogue.parser(prompt, tools),
+        reply.params,
+        reply.parser,
         choices=body.n or 1,
         client=client,
         priority=Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE,
         parallel_calls=body.parallel_tool_calls is not False,
     )
-    return make_run(service, entry, [prompt.ids], wish)
+    return make_run(service, entry, [reply.prompt], wish)
 
 
 def message_dict(message: Any) -> dict[str, Any]:

@@ -70,14 +70,15 @@ async def _plan(
 ) -> Run:
     dialogue = entry.dialogue
     prompt = await _prompt(entry, body, items, tools)
+    reply = dialogue.plan_reply(prompt, params, tools)
     wish = Wish(
-        dialogue.constrain(params, tools),
-        lambda: dialogue.parser(prompt, tools),
+        reply.params,
+        reply.parser,
         client=client,
         priority=Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE,
         parallel_calls=body.parallel_tool_calls is not False,
     )
-    return make_run(service, entry, [prompt.ids], wish)
+    return make_run(service, entry, [reply.prompt], wish)
 
 
 async def _prompt(entry: Loaded, body: ResponseBody, items: list[dict[str, Any]], tools: Tools) -> Prompt:

@@ -121,13 +121,12 @@ class _Probe:
         """Where definitions are read from, and whether only full ones are printed."""
         user = self._turn("user")
         for full in (False, True):
-            tools = [full_tool(_SHORT_TOOL) if full else _SHORT_TOOL]
-            if self._prints([user], _NAME, tools=tools):
+            if self._prints([user], _NAME, tools=[full_tool(_SHORT_TOOL) if full else _SHORT_TOOL]):
                 return "argument", full
-            if self._prints([{**self._turn("system"), "tools": str(tools)}, user], _NAME):
-                return "message", full
-            if self._prints([user], _NAME, variables={"xml_tools": tools}):
-                return "xml_tools", full
+        if self._prints([{**self._turn("system"), "tools": str([_SHORT_TOOL])}, user], _NAME):
+            return "message", False
+        if self._prints([user], _NAME, variables={"xml_tools": [_SHORT_TOOL]}):
+            return "xml_tools", False
         return None, False
 
     def _tool_turns(self) -> tuple[bool, bool, ArgumentsForm, bool]:

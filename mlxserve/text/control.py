@@ -12,39 +12,53 @@ place, nothing is marked.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 Span = tuple[int, int]  # half-open, in characters
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+# A private-use character, also as JSON or Python write it where they keep to ASCII.
+_MARK = re.compile(r"[\U000F0000-\U000FFFFD]|\\ud[b][89a-f][0-9a-f]\\ud[c-f][0-9a-f]{2}|\\U000f[0-9a-f]{4}")
 
 
-@dataclass(frozen=True, slots=True)
 class Marks:
-    """The two marks of one render, a character each."""
+    """The marks of one render, a character each, in pairs that are used in turn.
 
-    open: str
-    close: str
+    A template may cut a text between two marks; by its turn a lone mark does not take another's partner.
+    Equal texts are marked alike, since templates compare them (a result's id with its call's).
+    """
+
+    def __init__(self, characters: Sequence[str]) -> None:
+        self._pairs = list(zip(characters[::2], characters[1::2]))
+        self._used = 0
+        self._enclosed: dict[str, str] = {}
+        self.meaning = {
+            mark: (number, closes)
+            for number, pair in enumerate(self._pairs)
+            for closes, mark in enumerate(pair)
+        }
 
     @classmethod
-    def absent_from(cls, *values: Any) -> Marks:
-        """The first two private-use characters that stand in no string of `values`."""
+    def absent_from(cls, *values: Any, pairs: int = 256) -> Marks:
+        """Marks that stand in no string of `values`."""
         used = set().union(*(set(text) for value in values for text in _strings(value)))
-        free = (char for char in map(chr, _PRIVATE_USE) if char not in used)
-        return cls(next(free), next(free))
+        return cls(list(islice((char for char in map(chr, _PRIVATE_USE) if char not in used), 2 * pairs)))
 
-    def pattern(self) -> re.Pattern[str]:
-        """Either mark, also as JSON and Python write it where they keep to ASCII."""
-        return re.compile(
-            "|".join(f"({'|'.join(map(re.escape, _forms(mark)))})" for mark in (self.open, self.close))
-        )
-
-
-def _forms(mark: str) -> list[str]:
-    return [mark, json.dumps(mark)[1:-1], ascii(mark)[1:-1]]
+    def enclose(self, text: str, spans: Sequence[Span]) -> str:
+        """`text` with a pair of marks around each span."""
+        if not spans:
+            return text
+        if text not in self._enclosed:
+            pieces, done = [], 0
+            for start, end in spans:
+                opening, closing = self._pairs[self._used % len(self._pairs)]
+                pieces += [text[done:start], opening, text[start:end], closing]
+                self._used, done = self._used + 1, end
+            self._enclosed[text] = "".join([*pieces, text[done:]])
+        return self._enclosed[text]
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -110,7 +124,7 @@ class ControlText:
     def mark(self, value: Any, marks: Marks) -> Any:
         """`value` (strings, lists and objects of them) with marks around every span, also in keys."""
         if isinstance(value, str):
-            return _enclosed(value, self.spans(value), marks)
+            return marks.enclose(value, self.spans(value))
         if isinstance(value, Mapping):
             return {self.mark(key, marks): self.mark(item, marks) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -121,52 +135,63 @@ class ControlText:
 def _merged(spans: list[Span]) -> list[Span]:
     merged: list[Span] = []
     for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
+        # Neighbours stay apart: a template that splits text at one token must not uncover the next.
+        if merged and start < merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
     return merged
 
 
-def _enclosed(text: str, spans: list[Span], marks: Marks) -> str:
-    pieces, done = [], 0
-    for start, end in spans:
-        pieces += [text[done:start], marks.open, text[start:end], marks.close]
-        done = end
-    return "".join([*pieces, text[done:]])
+class Protected:
+    """The spans of a text in which no control token may lie, in order and apart.
+
+    An empty span is a place that no control token may lie across.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = list(spans)
+        self._ends = [end for _, end in self.spans]
+
+    def touches(self, start: int, end: int) -> bool:
+        """True if the characters from `start` to `end` hold any of a span, or lie across an empty one."""
+        first = bisect_right(self._ends, start)
+        return first < len(self.spans) and self.spans[first][0] < end
 
 
-def unmark(rendered: str, marks: Marks) -> tuple[str, list[Span]]:
+def unmark(rendered: str, marks: Marks) -> tuple[str, Protected]:
     """The render without marks, and the spans of it that they enclosed.
 
-    A mark whose partner was cut away leaves an empty span: no control token may lie across that place.
+    A mark whose partner was cut away leaves an empty span.
     """
     pieces: list[str] = []
     spans: list[Span] = []
     length, done = 0, 0  # of the text without marks, of the rendered
-    opened: int | None = None
-    for mark in marks.pattern().finditer(rendered):
-        pieces.append(rendered[done : mark.start()])
-        length += mark.start() - done
-        done = mark.end()
-        if mark.lastindex == 1:
-            spans += [] if opened is None else [(opened, opened)]
-            opened = length
-        else:
-            spans.append((length if opened is None else opened, length))
+    opened: tuple[int, int] | None = None  # number of the pair, where it opened
+    for match in _MARK.finditer(rendered):
+        meaning = marks.meaning.get(_character(match.group()))
+        if meaning is None:
+            continue
+        pieces.append(rendered[done : match.start()])
+        length += match.start() - done
+        done = match.end()
+        number, closes = meaning
+        if closes and opened is not None and opened[0] == number:
+            spans.append((opened[1], length))
             opened = None
-    spans += [] if opened is None else [(opened, opened)]
-    return "".join([*pieces, rendered[done:]]), spans
+            continue
+        spans += [] if opened is None else [(opened[1], opened[1])]
+        spans += [(length, length)] if closes else []
+        opened = None if closes else (number, length)
+    spans += [] if opened is None else [(opened[1], opened[1])]
+    return "".join([*pieces, rendered[done:]]), Protected(spans)
 
 
-def touches(spans: list[Span], start: int, end: int) -> bool:
-    """True if the characters from `start` to `end` hold any of a span, or lie across an empty one.
-
-    `spans` are in order and apart, as `unmark` gives them.
-    """
-    for first, last in spans:
-        if first >= end:
-            return False
-        if last > start and (first < last or first > start):
-            return True
-    return False
+def _character(written: str) -> str:
+    """A mark as it is, from how it was written."""
+    if len(written) == 1:
+        return written
+    if written.startswith("\\U"):
+        return chr(int(written[2:], 16))
+    units = bytes.fromhex(written[2:6] + written[8:12])
+    return units.decode("utf-16-be")

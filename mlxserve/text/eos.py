@@ -27,21 +27,26 @@ _ALWAYS_END = (
     "<|call|>",
     "<|endofturn|>",
 )
-_QUESTION, _ANSWER = "probe question", "probe answer"
+_ANSWER = "probe answer"
+_TALK = (
+    {"role": "user", "content": "probe question"},
+    {"role": "assistant", "content": _ANSWER},
+    {"role": "user", "content": "probe reply"},
+)
 
 
 def end_of_turn_tokens(
     template: ChatTemplate, added_tokens: Collection[str], special: Collection[str]
 ) -> set[str]:
-    """Added tokens that a turn of the assistant ends with, from a list and from a probe of the template.
+    """Added tokens that a turn of the assistant ends with: known ones, else what a probe of the template shows.
 
     The probe counts only tokens that are `special`.
     """
-    found = {token for token in _ALWAYS_END if token in added_tokens and token in template.source}
-    if _is_harmony(template.source):
-        return found
-    probed = _end_of_answer(template, special)
-    return found | {probed} if probed else found
+    known = {token for token in _ALWAYS_END if token in added_tokens and token in template.source}
+    if known or _is_harmony(template.source):
+        return known
+    probed = _behind_answer(template, special)
+    return {probed} if probed else set()
 
 
 def _is_harmony(source: str) -> bool:
@@ -49,31 +54,15 @@ def _is_harmony(source: str) -> bool:
     return "<|channel|>" in source and "<|return|>" in source
 
 
-def _end_of_answer(template: ChatTemplate, tokens: Collection[str]) -> str | None:
-    """The token behind an answer; of several in a row the one that also ends the user's turn, if any does.
+def _behind_answer(template: ChatTemplate, tokens: Collection[str]) -> str | None:
+    """The first of the tokens in a row behind an answer: its end, or the beginning of the next turn.
 
-    A token with words behind it is part of a larger structure and ends nothing by itself.
+    A token with a word right behind it is part of a larger structure and ends nothing by itself.
     """
-    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
     try:
-        rendered = template.render(messages, add_generation_prompt=False)
+        rendered = template.render(_TALK, add_generation_prompt=False)
     except MlxServeError:
         return None
     pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
-    answer_ends, next_char = _row_behind(_ANSWER, rendered, pattern)
-    question_ends, _ = _row_behind(_QUESTION, rendered, pattern)
-    shared = [token for token in answer_ends if token in question_ends[:1]]
-    if shared:
-        return shared[0]
-    if not answer_ends or (len(answer_ends) == 1 and next_char.isalnum()):
-        return None
-    return answer_ends[0]
-
-
-def _row_behind(text: str, rendered: str, pattern: str) -> tuple[list[str], str]:
-    """The tokens in a row behind `text`, and the character after them."""
-    start = rendered.rfind(text)
-    row = re.compile(rf"(?:\s*(?:{pattern}))*").match(rendered, start + len(text)) if start >= 0 else None
-    if row is None:
-        return [], ""
-    return re.findall(pattern, row.group()), rendered[row.end() : row.end() + 1]
+    row = re.search(rf"{re.escape(_ANSWER)}((?:\s*(?:{pattern})(?!\w))+)", rendered)
+    return re.findall(pattern, row[1])[0] if row else None

@@ -117,6 +117,7 @@ class MarkedParser:
         self._in_call = {d.start: Markers([d.end or d.start]) for d in self._dialects.values()}
         self._rest = ""
         self._payload: list[str] = []
+        self._head = ""  # of a reply that may be a bare call
         self._space = ""  # white space that is text only if more text follows
         self._fresh = True  # nothing but reasoning and calls so far
         self._trimming = False  # white space after a marked stretch is dropped
@@ -191,17 +192,21 @@ class MarkedParser:
 
     def _bare_call(self, final: bool) -> list[Event] | None:
         """The whole reply, as long as it may be a JSON object that calls a function."""
-        if not _MAY_CALL.fullmatch(self._rest.lstrip()[:_BARE_HEAD]):
-            self._mode, self._bare = self._text, False
-            return []
-        if not final:
-            return None
-        found = read_calls(self._dialect, self._rest, self._tools)
-        self._mode, self._bare = self._text, False
-        if not all(isinstance(item, Call) for item in found):
-            return []
+        self._payload.append(self._rest)
         self._rest = ""
-        return self._tell(found)
+        if len(self._head) < _BARE_HEAD:
+            self._head = "".join(self._payload).lstrip()[:_BARE_HEAD]
+        may_call = _MAY_CALL.fullmatch(self._head) is not None
+        if may_call and not final:
+            return None
+        payload = "".join(self._payload)
+        self._payload.clear()
+        self._mode, self._bare = self._text, False
+        found = read_calls(self._dialect, payload, self._tools) if may_call else [payload]
+        if all(isinstance(item, Call) for item in found):
+            return self._tell(found)
+        self._rest = payload
+        return []
 
     # What comes out.
 

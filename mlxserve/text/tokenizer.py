@@ -9,6 +9,7 @@ markers do. And a chat begins with one BOS, whether template or tokenizer puts i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlxserve.errors import UsageError
 from mlxserve.text.abilities import Abilities, probe
-from mlxserve.text.control import ControlText, Marks, Span, touches, unmark
+from mlxserve.text.control import ControlText, Marks, Protected, unmark
 from mlxserve.text.detokenize import BackendDetokenizer, ByteDetokenizer, Detokenizer
 from mlxserve.text.eos import end_of_turn_tokens
 from mlxserve.text.formats import ReplyFormat, recognise, visible_markers
@@ -275,29 +276,31 @@ class Tokenizer:
         rest = {key: value for key, value in message.items() if key != "role"}
         return {"role": message["role"], **self._control.mark(rest, marks)}
 
-    def _encode_rendered(self, text: str, protected: list[Span]) -> list[int]:
+    def _encode_rendered(self, text: str, protected: Protected) -> list[int]:
         """The ids of a render in which no control token may touch a protected span.
 
         Only stretches between control tokens that hold a forbidden one are encoded anew.
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
-        if not protected:
-            return encoding.ids
+        all_ids: list[int] = encoding.ids
+        if not protected.spans:
+            return all_ids
         kept: list[tuple[int, int, int]] = []  # index of the id, start and end in characters
-        forbidden: list[tuple[int, int, int]] = []
-        for index, (token_id, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets)):
+        forbidden: list[int] = []
+        for index, (token_id, (start, end)) in enumerate(zip(all_ids, encoding.offsets)):
             if token_id in self._added and self._added[token_id].content.strip():
-                (forbidden if touches(protected, start, end) else kept).append((index, start, end))
-        if not forbidden:
-            return encoding.ids
+                if protected.touches(start, end):
+                    forbidden.append(index)
+                else:
+                    kept.append((index, start, end))
         ids: list[int] = []
         done, position = 0, 0  # in ids, in characters
-        for index, start, end in [*kept, (len(encoding.ids), len(text), len(text))]:
-            if any(done <= hit < index for hit, _, _ in forbidden):
+        for index, start, end in [*kept, (len(all_ids), len(text), len(text))]:
+            if bisect_left(forbidden, done) < bisect_left(forbidden, index):
                 ids += self._plain.encode(text[position:start], first=position == 0)
             else:
-                ids += encoding.ids[done:index]
-            ids += encoding.ids[index : index + 1]
+                ids += all_ids[done:index]
+            ids += all_ids[index : index + 1]
             done, position = index + 1, end
         return ids
 

@@ -20,7 +20,16 @@ from mlxserve.cache.prefix import Match, PrefixTree
 from mlxserve.cache.radix import Cursor, Node
 
 Prefix = tuple[str, tuple[int, ...]]
-TOKENS = st.integers(0, 2)
+# Conversations to take prompts and answers from: the same for a while, then apart inside a page.
+TALKS = [
+    [0] * 60,
+    [0, 1] * 30,
+    [0, 1, 1, 0, 1] + [2, 0, 1] * 20,
+    ([0] * 9 + [1]) * 6,
+    [0] * 6 + [2] + [0] * 53,
+]
+TALK = st.integers(0, len(TALKS) - 1)
+TWIST = st.none() | st.integers(0, 2)
 
 
 @dataclass(eq=False)
@@ -29,7 +38,7 @@ class Sequence:
     tokens: list[int]
     tables: list[list[int]]
     cursor: Cursor
-    state: Prefix | None = None
+    talk: int
     inserted: int = 0
     pending: list[int] = field(default_factory=list)
 
@@ -44,13 +53,14 @@ class Lives(RuleBasedStateMachine):
     recurrent = False
     page_size = 4
     pages = 14
+    token_limit = 1000
 
     @initialize()
     def build(self) -> None:
         self.groups = [GroupSpec(window, self.pages) for window in self.windows]
         self.pools = [PagePool(spec.pages) for spec in self.groups]
         self.states = PagePool(4) if self.recurrent else None
-        self.tree = PrefixTree(self.groups, self.pools, self.page_size, self.states, token_limit=60)
+        self.tree = PrefixTree(self.groups, self.pools, self.page_size, self.states, self.token_limit)
         self.content: list[list[list[Prefix | None]]] = [
             [[None] * self.page_size for _ in range(self.pages)] for _ in self.groups
         ]
@@ -63,29 +73,23 @@ class Lives(RuleBasedStateMachine):
 
     # -- what sequences do ----------------------------------------------------------------------------
 
-    @rule(
-        key=st.sampled_from("ab"), prompt=st.lists(TOKENS, min_size=1, max_size=30), spare=st.integers(0, 3)
-    )
-    def start(self, key: str, prompt: list[int], spare: int) -> None:
-        self._start(key, prompt, max(0, len(prompt) - spare))
+    @rule(key=st.sampled_from("aab"), talk=TALK, n=st.integers(1, 40), twist=TWIST, spare=st.integers(0, 2))
+    def start(self, key: str, talk: int, n: int, twist: int | None, spare: int) -> None:
+        prompt = TALKS[talk][:n] if twist is None else [*TALKS[talk][: n - 1], twist]
+        self._start(key, prompt, max(0, n - spare), talk)
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), cut=st.integers(0, 30), tail=st.lists(TOKENS, min_size=1, max_size=9))
-    def start_like_another(self, data: st.DataObject, cut: int, tail: list[int]) -> None:
-        other = data.draw(st.sampled_from(self.running))
-        prompt = other.tokens[:cut] + tail
-        self._start(other.key, prompt, len(prompt) - 1)
+    @rule(key=st.sampled_from("ab"), talk=TALK, n=st.integers(1, 40))
+    def start_and_think_better_of_it(self, key: str, talk: int, n: int) -> None:
+        match = self.tree.acquire(key, TALKS[talk], n)
+        self._judge(match, key, TALKS[talk], n)
+        self.tree.abandon(match)
 
-    def _start(self, key: str, prompt: list[int], limit: int) -> None:
+    def _start(self, key: str, prompt: list[int], limit: int, talk: int) -> None:
         match = self.tree.acquire(key, prompt, limit)
         self._judge(match, key, prompt, limit)
         assert match.cursor is not None
-        sequence = Sequence(
-            key, prompt[: match.length], match.shared, match.cursor, pending=prompt[match.length :]
-        )
-        sequence.inserted = match.length
-        if match.length:
-            sequence.state = (key, tuple(prompt[: match.length]))
+        start, rest = prompt[: match.length], prompt[match.length :]
+        sequence = Sequence(key, start, match.shared, match.cursor, talk, match.length, rest)
         if match.length % self.page_size:
             try:
                 self._resume_inside_page(match)
@@ -120,10 +124,14 @@ class Lives(RuleBasedStateMachine):
         return pool.allocate(1)[0]
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), more=st.lists(TOKENS, min_size=1, max_size=9), insert=st.booleans())
-    def grow(self, data: st.DataObject, more: list[int], insert: bool) -> None:
+    @rule(data=st.data(), n=st.integers(1, 12), twist=TWIST, insert=st.booleans())
+    def grow(self, data: st.DataObject, n: int, twist: int | None, insert: bool) -> None:
         sequence = data.draw(st.sampled_from(self.running))
-        for token in sequence.pending[: len(more)] or more:
+        at = len(sequence.tokens)
+        tokens = sequence.pending[:n] or TALKS[sequence.talk][at : at + n]
+        if twist is not None and not sequence.pending:
+            tokens[-1:] = [twist]
+        for token in tokens:
             if not self._compute(sequence, token):
                 self._end(sequence)  # preempted
                 return
@@ -158,17 +166,16 @@ class Lives(RuleBasedStateMachine):
         prefix = sequence.prefix(position + 1)
         for g, table in enumerate(sequence.tables):
             self.content[g][table[-1]][position % self.page_size] = prefix
-        sequence.state = prefix
         return True
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def insert(self, data: st.DataObject) -> None:
-        self._insert(data.draw(st.sampled_from(self.running)))
+    @rule(data=st.data(), checkpoint=st.booleans())
+    def insert(self, data: st.DataObject, checkpoint: bool) -> None:
+        self._insert(data.draw(st.sampled_from(self.running)), checkpoint)
 
-    def _insert(self, sequence: Sequence) -> None:
+    def _insert(self, sequence: Sequence, checkpoint: bool = True) -> None:
         slot = None
-        if self.states is not None and sequence.tokens:
+        if self.states is not None and checkpoint:
             if not self.states.free:
                 self._evict_states(1)
             if not self.states.free:
@@ -180,13 +187,15 @@ class Lives(RuleBasedStateMachine):
         self._note_given(sequence)
         self.tree.insert(sequence.cursor, padded, sequence.tables, length=len(sequence.tokens), state=slot)
         sequence.inserted = len(sequence.tokens)
+        busy = sum(len(one.tokens) for one in self.running)
+        assert self.tree.tokens_held <= self.token_limit + busy
         node, position = sequence.cursor.node, sequence.cursor.position
         page = position // self.page_size - node.start // self.page_size
         if position < node.end and any(HOLE in pages[page : page + 1] for pages in node.pages):
             self.lossless = False  # ends in a page that the tree has lost: not taken before it is whole
 
     def _note_given(self, sequence: Sequence) -> None:
-        if self.tree.tokens_held + len(sequence.tokens) > self.tree.token_limit:
+        if self.tree.tokens_held + len(sequence.tokens) > self.token_limit:
             self.lossless = False
         inserted = sequence.cursor.position // self.page_size
         if any(HOLE in table[inserted:] for table in sequence.tables):
@@ -240,17 +249,23 @@ class Lives(RuleBasedStateMachine):
         assert freed >= min(n, idle)
         self.lossless = self.lossless and not freed
 
-    @rule(key=st.sampled_from("ab"), really=st.integers(0, 9))
+    @rule(key=st.sampled_from("ab"), really=st.integers(0, 3))
     def forget(self, key: str, really: int) -> None:
         if really == 0:
             self.tree.forget(key)
-            assert self.tree.match(key, [0, 1, 2]).length == 0
+            assert all(self.tree.match(key, talk).length == 0 for talk in TALKS)
             self.lossless = False
 
     # -- what must hold -------------------------------------------------------------------------------
 
-    @rule(key=st.sampled_from("ab"), prompt=st.lists(TOKENS, max_size=30))
-    def look_up(self, key: str, prompt: list[int]) -> None:
+    @rule(
+        key=st.sampled_from("ab"),
+        talk=TALK,
+        n=st.integers(0, 40),
+        tail=st.lists(st.integers(0, 2), max_size=5),
+    )
+    def look_up(self, key: str, talk: int, n: int, tail: list[int]) -> None:
+        prompt = TALKS[talk][:n] + tail
         self._judge(self.tree.match(key, prompt), key, prompt, len(prompt))
 
     @precondition(lambda self: self.running)
@@ -360,10 +375,24 @@ class Lives(RuleBasedStateMachine):
                     page = table[p // self.page_size]
                     assert self.content[g][page][p % self.page_size] == sequence.prefix(p + 1)
 
-    @invariant()
-    def token_limit_holds(self) -> None:
-        busy = sum(len(sequence.tokens) for sequence in self.running)
-        assert self.tree.tokens_held <= self.tree.token_limit + busy
+    @rule()
+    def entries(self) -> None:
+        found = list(self.tree.entries())
+        ends = {
+            (key, path)
+            for key, path, node in self._nodes()
+            if (node.state is not None if self.recurrent else not node.children)
+        }
+        assert {(entry.key, tuple(entry.tokens)) for entry in found} == ends
+        for entry in found:
+            for g, table in enumerate(entry.tables):
+                for i, page in enumerate(table):
+                    for p in range(i * self.page_size, min(len(entry.tokens), (i + 1) * self.page_size)):
+                        wanted = (entry.key, tuple(entry.tokens[: p + 1]))
+                        assert page == HOLE or self.content[g][page][p % self.page_size] == wanted
+            if self.recurrent:
+                assert entry.state is not None
+                assert self.state_content[entry.state] == (entry.key, tuple(entry.tokens))
 
     def teardown(self) -> None:
         if not hasattr(self, "tree"):
@@ -382,7 +411,7 @@ class Lives(RuleBasedStateMachine):
 
 SETTINGS = settings(
     max_examples=int(os.environ.get("MLXSERVE_EXAMPLES", "40")),
-    stateful_step_count=40,
+    stateful_step_count=50,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
@@ -391,10 +420,12 @@ KINDS = {
     "full": {"windows": (None,)},
     "full_big_pages": {"windows": (None,), "page_size": 8, "pages": 9},
     "page_of_one_token": {"windows": (None,), "page_size": 1, "pages": 40},
+    "few_tokens": {"windows": (None,), "token_limit": 30},
     "full_and_window": {"windows": (None, 6)},
-    "windows_only": {"windows": (5, 2)},
+    "window_on_big_pages": {"windows": (None, 3), "page_size": 8, "pages": 9},
+    "windows_only": {"windows": (5, 2), "token_limit": 40},
     "window_of_one": {"windows": (None, 1)},
-    "recurrent_only": {"windows": (), "recurrent": True},
+    "recurrent_only": {"windows": (), "recurrent": True, "token_limit": 50},
     "hybrid": {"windows": (None,), "recurrent": True},
     "hybrid_and_window": {"windows": (None, 7), "recurrent": True},
 }

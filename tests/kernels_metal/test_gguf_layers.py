@@ -99,9 +99,18 @@ def test_mixtures(tokens: int, kinds: tuple[str, str, str], settings: dict[str, 
     """40 tokens are sorted by expert."""
     blocks, plain = mixtures(kinds, **settings)
     assert isinstance(blocks, GGUFSwitchGLU) == fused
+    blocks.eval()
     x = vectors(tokens, 64, mx.float32).reshape(1, tokens, 64) / 8
     indices = mx.array(np.random.default_rng(0).integers(0, 5, (1, tokens, 2)))
     assert_close(np.array(blocks(x, indices)), np.array(plain(x, indices)), mx.float32)
+
+
+def test_gradients_pass_through_mixtures() -> None:
+    blocks, plain = mixtures(("Q4_0", "Q4_0", "Q4_1"))
+    x, weights = vectors(4, 64, mx.float32) / 8, vectors(4 * 2 * 64, 1, mx.float32).reshape(4, 2, 64)
+    indices = mx.array([[0, 1], [4, 0], [2, 2], [1, 4]])
+    ours, right = (mx.grad(lambda x, m=m: (m(x, indices) * weights).sum())(x) for m in (blocks, plain))
+    assert_close(np.array(ours), np.array(right), mx.float32)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -109,6 +118,7 @@ def test_mixtures(tokens: int, kinds: tuple[str, str, str], settings: dict[str, 
 def test_mixtures_on_the_kernels(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(switch, "enabled", lambda kernel: True)
     blocks, plain = mixtures(("Q4_0", "Q4_0", "Q4_1"))
+    blocks.eval()
     x = vectors(tokens, 64, mx.float32) / 8
     indices = mx.array(np.random.default_rng(0).integers(0, 5, (tokens, 2)))
     result = harness.run(blocks, x, indices)

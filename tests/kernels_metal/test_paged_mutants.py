@@ -26,7 +26,17 @@ SIZE = 32  # the kernels' smallest; wrappers refuse it, launches do not
 SINKS = np.array([-1.0, 0.5, 2.0, 0.0], np.float32)
 SAMPLES = {"pages": 4, "attention": 8, "paged_decode": 10, "paged_prefill": 8, "paged_reduce": 4}
 # What no run can tell apart, and why.
-SAME: dict[str, str] = {}
+SAME: dict[str, str] = {
+    "attention: start value:90: query.total[i] = 0.0f; -> query.total[i] = 1.0f;": (
+        "what stands there before the first key is scaled by 2^(MASKED - top), which is zero"
+    ),
+    **{
+        f"paged_reduce: bound:{line}: for (int i = 0; i < HELD; i++) {{ -> for (int i = 0; i <= HELD; i++) {{": (
+            "d < DV stops the round too many"
+        )
+        for line in (26, 35)
+    },
+}
 
 
 @cache
@@ -37,7 +47,6 @@ def cases() -> dict[str, Problem]:
         "decode": problem([36, 0, 4, 69], [1, 1, 1, 2], seed=1, **few),
         "windowed": problem([50, 9, 20], [2, 1, 1], window=13, seed=2, **few),
         "split": problem([90, 3], [1, 2], seed=3, **few),
-        "uneven": problem([90, 3], [1, 2], seed=3, value_size=48, **few),
         "chunk": problem([3, 0, 30], [17, 39, 6], seed=4, **few),
         "windowed chunk": problem([40, 0], [21, 20], window=13, seed=5, **few),
     }
@@ -76,17 +85,35 @@ def decode_runs() -> None:
 
 def prefill_runs() -> None:
     check(paged.prefill, "chunk", "forward")
-    check(paged.prefill, "windowed chunk", "reverse", bits=4, splits=2, sinks=SINKS)
+    check(paged.prefill, "windowed chunk", "reverse", bits=4, splits=3, sinks=SINKS)
 
 
 def reduce_runs() -> None:
-    check(paged.decode, "split", "forward", bits=4, splits=3, softcap=2.0)
-    check(paged.decode, "uneven", "reverse", splits=35, sinks=SINKS, scale=40.0)
+    """Shares made up: tops far apart, rows where some or all shares had no keys."""
+    rng = np.random.default_rng(6)
+    out = rng.standard_normal((3, 4, 35, 48)).astype(np.float32)
+    top = (rng.standard_normal((3, 4, 35)) * 99).astype(np.float32)
+    total = rng.uniform(1, 2, (3, 4, 35)).astype(np.float32)
+    for empty in (np.s_[1, :, 5:], np.s_[2]):
+        out[empty], top[empty], total[empty] = 0.0, -1e37, 0.0
+    high = top.max(axis=-1, keepdims=True)
+    shrink = np.exp2(top - high)  # [rows, HQ, P]
+    for sinks, order in ((None, "forward"), (SINKS * 100, "reverse")):
+        weight = (total * shrink).sum(axis=-1)
+        if sinks is not None:
+            weight[:2] += np.exp2(sinks * np.log2(np.e) - high[:2, :, 0])
+        weight[2] = 1.0
+        truth = (out * shrink[..., None]).sum(axis=2) / weight[..., None]
+        given = None if sinks is None else mx.array(sinks)
+        shares = [mx.array(part) for part in (out, top, total)]
+        result = harness.run(paged.reduce, *shares, given, mx.float32, order=order)
+        np.testing.assert_allclose(result.outputs[0], truth, atol=1e-5)
 
 
 def all_runs() -> None:
     decode_runs()
     prefill_runs()
+    reduce_runs()
 
 
 RUNS = {

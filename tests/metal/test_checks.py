@@ -30,6 +30,10 @@ CAUGHT = {
         SHARED + "t[i + 1] = x[i]; y[i] = 1;",
         "index 64 is out of the bounds of 'threadgroup float[64]'",
     ),
+    "from_one_threadgroup_array_into_the_next": (
+        "threadgroup float t[64], u[64]; u[i] = 0; threadgroup float* p = t; p[i + 128] = x[i]; y[i] = 1;",
+        "out-of-bounds write of 4 bytes at byte 512 of threadgroup array 't'",
+    ),
     "past_a_threadgroup_row": (
         "threadgroup float t[4][16]; t[i / 16][i % 17] = x[i]; " + BARRIER + "y[i] = 1;",
         "out of the bounds of",

@@ -50,7 +50,7 @@ class Browser:
         return self.driver.find_elements("css selector", selector)
 
     def wait(self, holds: Callable[[], Any]) -> Any:
-        return WebDriverWait(self.driver, 30, poll_frequency=0.05).until(lambda _: holds())
+        return WebDriverWait(self.driver, 60, poll_frequency=0.05).until(lambda _: holds())
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)

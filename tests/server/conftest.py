@@ -35,5 +35,5 @@ def stub(server: RunningServer) -> StubEngine:
 
 @pytest.fixture(scope="module")
 def http(_server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=_server.url, timeout=20, verify=False) as client:
+    with httpx.Client(base_url=_server.url, timeout=60, verify=False) as client:
         yield client

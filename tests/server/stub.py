@@ -247,7 +247,7 @@ class RunningServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(10), "the server did not start"
+        assert self._ready.wait(60), "the server did not start"
 
     def _run(self) -> None:
         asyncio.run(self._serve())
@@ -278,7 +278,7 @@ class RunningServer:
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Runs a coroutine function on the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(60)
 
     def tasks(self) -> int:
         """Tasks alive on the server's loop, beside its own."""
@@ -291,7 +291,7 @@ class RunningServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "the server did not stop"
 
 

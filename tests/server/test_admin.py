@@ -28,7 +28,7 @@ def samples(http: httpx.Client) -> dict[tuple[str, ...], float]:
 
 def test_metrics() -> None:
     engine = StubEngine()
-    with running(engine) as server, httpx.Client(base_url=server.url, verify=False) as http:
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
         engine.cached_tokens = 4
         http.post("/v1/chat/completions", json=CHAT)
         http.post("/v1/chat/completions", json={**CHAT, "stream": True})
@@ -76,7 +76,7 @@ def test_the_log_has_facts_and_no_prompts(form: str, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "mlxserve.access")
     secret = {**CHAT, "messages": [{"role": "user", "content": "a secret"}]}
     with running(log_format=form) as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=secret)
+        httpx.post(f"{server.url}/v1/chat/completions", json=secret, timeout=60)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
     assert "secret" not in line
     assert "Hello" not in line
@@ -92,7 +92,7 @@ def test_the_log_has_facts_and_no_prompts(form: str, caplog: pytest.LogCaptureFi
 def test_prompts_are_logged_where_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxserve.access")
     with running(log_format="json", log_prompts=True) as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
     assert json.loads(json.loads(line)["body"]) == CHAT
 
@@ -114,7 +114,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     with running() as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
     (span,) = exporter.get_finished_spans()
     assert span.name == "POST /v1/chat/completions"
     assert span.attributes is not None

@@ -19,7 +19,7 @@ from schemathesis import GenerationMode
 from mlxserve.server.openapi import BODIES, make_document
 from tests.server.stub import RunningServer, StubEngine
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 QUICK = settings(
     max_examples=12,
     deadline=None,

@@ -43,7 +43,7 @@ class Process:
     def stream(self) -> socket.socket:
         """A running stream, its first words read."""
         body = json.dumps(CHAT).encode()
-        line = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        line = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         line.sendall(head.encode() + body)
         seen = b""
@@ -52,7 +52,7 @@ class Process:
         return line
 
     def ended(self) -> int:
-        return self.child.wait(20)
+        return self.child.wait(60)
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def port_is_free(port: int) -> bool:
 def test_case_24_a_signal_drains(number: signal.Signals) -> None:
     with process() as server:
         line = server.stream()
-        with httpx.Client(base_url=server.url, verify=False) as http:
+        with httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
             os.kill(server.child.pid, number)
             while http.get("/ready").status_code == 200:
                 time.sleep(0.01)
@@ -117,7 +117,7 @@ def test_case_24_a_second_signal_does_not_wait() -> None:
 def test_case_22_a_dead_engine_ends_the_process() -> None:
     with process() as server:
         dying = {**CHAT, "messages": [{"role": "user", "content": "die"}], "max_tokens": 3}
-        httpx.post(f"{server.url}/v1/chat/completions", json=dying)
+        httpx.post(f"{server.url}/v1/chat/completions", json=dying, timeout=60)
         assert server.ended() == 70
         assert port_is_free(server.port)
 

@@ -46,7 +46,7 @@ def ask(server: RunningServer, model: str, messages: list[Any], **body: Any) -> 
     engine = server.loader.engines[model]
     engine.seen.clear()
     answer = httpx.post(
-        f"{server.url}/v1/chat/completions", json={"model": model, "messages": messages, **body}
+        f"{server.url}/v1/chat/completions", json={"model": model, "messages": messages, **body}, timeout=60
     )
     if answer.status_code != 200:
         return answer.status_code, answer.text
@@ -58,7 +58,7 @@ def test_case_7_no_tools_and_an_empty_list_are_the_same(server: RunningServer, s
     assert ask(server, "stub", hi, tools=[]) == ask(server, "stub", hi) == ask(server, "stub", hi, tools=None)
     anthropic = {"model": "stub", "messages": hi, "max_tokens": 5, "tools": []}
     for body in (anthropic, {k: v for k, v in anthropic.items() if k != "tools"}):
-        assert httpx.post(f"{server.url}/v1/messages", json=body).status_code == 200
+        assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).status_code == 200
     assert stub.seen[-1].prompt == stub.seen[-2].prompt
 
 

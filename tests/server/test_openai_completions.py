@@ -77,7 +77,7 @@ def test_fill_in_the_middle(client: openai.OpenAI, stub: StubEngine) -> None:
 def test_suffix_without_such_tokens() -> None:
     with running(StubEngine("plain", make_tokenizer(fill=False))) as server:
         answer = httpx.post(
-            f"{server.url}/v1/completions", json={"model": "plain", "prompt": "a", "suffix": "b"}
+            f"{server.url}/v1/completions", json={"model": "plain", "prompt": "a", "suffix": "b"}, timeout=60
         )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "suffix"

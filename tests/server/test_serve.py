@@ -154,7 +154,7 @@ def test_a_real_start_and_stop(tiny_llama: Path) -> None:
         while True:
             assert child.poll() is None, child.stderr.read() if child.stderr else ""
             try:
-                assert httpx.get(f"{url}/ready").json()["models"] == ["llama"]
+                assert httpx.get(f"{url}/ready", timeout=60).json()["models"] == ["llama"]
                 break
             except httpx.ConnectError:
                 time.sleep(0.1)

@@ -14,7 +14,7 @@ import pytest
 from mlxserve.server.constraints import Tools
 from mlxserve.server.forced import ForcedCallParser, call_grammar
 from mlxserve.text.events import ToolArguments, ToolEnd, ToolStart
-from tests.server.stub import RunningServer, StubEngine
+from tests.server.stub import RunningServer, StubEngine, make_tokenizer, running
 from tests.server.wire import data_of, events_of
 
 ASK = [{"role": "user", "content": "Read a.txt"}]
@@ -24,6 +24,11 @@ ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "o
 FLAT = {"type": "function", "name": "read", "parameters": PARAMETERS, "strict": False}
 ANTHROPIC = {"name": "read", "input_schema": PARAMETERS}
 CALL = '{"name": "read", "arguments": {"filePath": "a.txt"}}'
+TEMPLATE_THAT_THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    "{# </think> ends it #}"
+)
 # Prose, then a call whose opening tag is split over pieces.
 PROSE_AND_CALL = ["I will ", "look.\n", "<tool", "_ca", "ll>\n", CALL[:20], CALL[20:], "\n</tool_c", "all>"]
 TWO_CALLS = [
@@ -266,6 +271,41 @@ def test_responses_reasoning_as_summary_and_sealed(client: openai.OpenAI, stub: 
     assert "Let me see." in stub.tokenizer.decode(stub.seen[-1].prompt)
     foreign = {**sent_back, "encrypted_content": "gAAAA"}
     client.responses.create(model="stub", input=[turns[0], foreign, turns[2]])
+
+
+def test_strict_calls_that_do_not_conform_are_text(http: httpx.Client, stub: StubEngine) -> None:
+    strict = {"type": "function", "function": {**READ["function"], "strict": True}}
+    bad = '{"name": "read", "arguments": {"path": 5}}'
+    stub.script = [f"<tool_call>\n{bad}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"]
+    for reply in (f(http, tools=[strict, ADD]) for f in (whole, assembled)):
+        (call,) = reply["tool_calls"]
+        assert json.loads(call["arguments"]) == {"filePath": "a.txt"}
+        assert json.loads(reply["content"]) == {"name": "read", "arguments": {"path": 5}}
+    assert "<[260]>" in stub.seen[0].params.grammar
+    assert len(whole(http, tools=[READ, ADD])["tool_calls"]) == 2  # not strict, not judged
+    assert stub.seen[-1].params.grammar is None
+    broken = {"type": "function", "function": {"name": "x", "parameters": {"type": 5}, "strict": True}}
+    body = {"model": "stub", "messages": ASK, "tools": [broken]}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].function.parameters"
+
+
+def test_a_form_holds_outside_reasoning(_server: RunningServer) -> None:
+    """Where the template begins to reason by itself, the reasoning is closed before the form begins."""
+    thinker = StubEngine("thinker", make_tokenizer(TEMPLATE_THAT_THINKS))
+    thinker.script = ['{"a": "<think>"}']
+    with running(thinker) as server, httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
+        body = {"model": "thinker", "messages": ASK, "response_format": {"type": "json_object"}}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert message["content"] == '{"a": "<think>"}'
+        assert "reasoning_content" not in message
+        prompt = thinker.tokenizer.decode(thinker.seen[0].prompt, skip_special_tokens=False)
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+        free = {"model": "thinker", "messages": ASK}
+        thinker.script = ["so\n</think>\n\nyes"]
+        message = http.post("/v1/chat/completions", json=free).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("so", "yes")
 
 
 # -- calls that must come ---------------------------------------------------------------------------

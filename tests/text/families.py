@@ -89,6 +89,13 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {
         '{"filePath": "src/a.py", "lines": 3}<｜tool▁call▁end｜>'
         "<｜tool▁call▁begin｜>list_files<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
+    "deepseek_v3.2": (
+        "'function_calls>｜DSML｜",
+        ("｜DSML｜",),
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="read">\n<｜DSML｜parameter name="filePath" string="true">'
+        'src/a.py</｜DSML｜parameter>\n<｜DSML｜parameter name="lines" string="false">3</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="list_files">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    ),
     "glm": (
         "<tool_call><arg_key>",
         (),

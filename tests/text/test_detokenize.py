@@ -86,7 +86,13 @@ def test_pieces_of_smollm2s_vocabulary_are_the_whole(smol: Tokenizer, ids: list[
 
 
 @QUICK
-@given(text=st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=40))
+# U+2581 is how SentencePiece itself writes a space.
+@given(
+    text=st.text(
+        st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="\u2581"),
+        max_size=40,
+    )
+)
 def test_text_comes_back(smol: Tokenizer, llama: Tokenizer, text: str) -> None:
     known = "".join(char for char in text if smol.backend.decode(smol.encode_user(char)) == char)
     assert smol.decode(smol.encode_user(known)) == known  # its vocabulary lacks some bytes

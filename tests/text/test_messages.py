@@ -197,6 +197,68 @@ def test_tools_in_the_system_message() -> None:
     assert json.loads(rendered.removeprefix("[system]").removesuffix("[user]hi")) == [ADD]
 
 
+def test_some_results_are_printed_where_calls_are_not() -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    rendered = render(source, TOOL_TALK)
+    assert '[assistant]<tool_call>\n{"name": "add"' in rendered and rendered.endswith("[tool]5")
+
+
+def test_tools_under_another_name_and_only_full_ones() -> None:
+    named = "{{ xml_tools | tojson if xml_tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    assert render(named, [user()], [ADD]).startswith('[{"type": "function"')
+    full = (
+        "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description }}"
+        "{% for n, p in t.function.parameters.properties | items %} {{ n + '/' + p.description }}{% endfor %};"
+        "{% endfor %}{{ messages[0].content }}"
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    assert render(full, [user()], [tool]) == "add:  a/;hi"
+    assert probe(ChatTemplate(full)).full_tools and not probe(ChatTemplate(named)).full_tools
+
+
+def test_a_template_that_is_made_for_tools_only() -> None:
+    source = (
+        "{% for t in tools %}{{ t.function.name }};{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    assert render(source, [{"role": "system", "content": "s"}, user()], [ADD]) == "add;[system]s[user]hi"
+
+
+def test_results_that_must_name_their_function() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}{{ c.function | tojson }}"
+        "{% endfor %}{% if m.role == 'tool' %}{{ m.name + '=' }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    talk = [user(), {"role": "assistant", "tool_calls": [call("{}", "add"), call("{}", "sub", "call_2")]}]
+    talk += [{"role": "tool", "tool_call_id": "call_2", "content": "2"}, {"role": "tool", "content": "1"}]
+    assert render(source, talk).endswith("[tool]sub=2[tool]sub=1")
+
+
+def test_ids_that_stand_for_the_name() -> None:
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.id }}){{ c.function.arguments | tojson }}"
+        "{% endfor %}{{ m.tool_call_id if m.role == 'tool' }}{{ m.content }}{% endfor %}"
+    )
+    again = [{"role": "assistant", "tool_calls": [call({}, "sub", "functions.sub:7")]}]
+    again += [{"role": "tool", "tool_call_id": "functions.sub:7", "content": "9"}]
+    rendered = render(source, [*TOOL_TALK, *again])
+    assert "(functions.add:0)" in rendered and "functions.add:05" in rendered
+    assert rendered.endswith("(functions.sub:7){}functions.sub:79")
+
+
+def test_only_plain_data_reaches_a_template() -> None:
+    class Sly:
+        def __str__(self) -> str:
+            return "plain"
+
+        def write(self) -> str:
+            raise AssertionError("a template called a method")
+
+    source = "{% for m in messages %}{{ m.content }}{{ m.extra.write() if m.extra.write }}{{ m.extra }}{% endfor %}"
+    assert render(source, [{**user(), "extra": Sly()}]) == "hiplain"
+
+
 def test_tool_call_ids_of_nine_characters() -> None:
     source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}" + (
         "{{ raise_exception('nine') }}{% endif %}[{{ c.id }}]{{ c.function | tojson }}{% endfor %}"

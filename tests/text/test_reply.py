@@ -161,6 +161,12 @@ def test_case_6_siblings_in_one_block_live(make: MakeTokenizer, family: str, goo
     assert ("list_files", {}) in calls(events)
 
 
+def test_calls_as_the_generic_words_ask_for_them_count_too(make: MakeTokenizer) -> None:
+    tokenizer = build(make, "deepseek_v3")
+    whole = FAMILIES["hermes"][2] + FAMILIES["deepseek_v3"][2]
+    assert [call[0] for call in calls(take_apart(tokenizer, list(whole)))] == ["read", "list_files"] * 2
+
+
 def test_case_6_glm_text_that_is_no_known_function(make: MakeTokenizer) -> None:
     reply = "<tool_call>I am not sure</tool_call>"
     assert take_apart(build(make, "glm"), [reply]) == [Text(reply)]

@@ -155,6 +155,21 @@ def test_case_32_on_the_families_templates(make: MakeTokenizer, data: Path, name
     assert not others & tokenizer.eos_token_ids
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% for m in messages %}<A>{{ m.role }}\n{{ m.content }}<B>\n{% endfor %}", {"<B>"}),
+        ("{% for m in messages %}<A>\n{{ m.content }}{% endfor %}", {"<A>"}),  # the next turn's beginning
+        ("{% for m in messages %}<A>{{ m.role }} {{ m.content }}{% endfor %}", set()),
+        ("{% for m in messages %}{{ m.content }}<A>part<B>{% endfor %}", set()),
+        ("{{ raise_exception('no') }}", set()),
+    ],
+)
+def test_case_32_unknown_markers_are_probed(make: MakeTokenizer, template: str, expected: set[str]) -> None:
+    tokenizer = make(template, added=("<A>", "<B>"))
+    assert tokenizer.eos_token_ids - {257} == {tokenizer.added_tokens[text] for text in expected}
+
+
 def test_case_32_gpt_oss_goes_on_after_a_message(make: MakeTokenizer) -> None:
     source = (
         "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>"

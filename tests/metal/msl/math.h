@@ -28,34 +28,50 @@ float msl_atanh(float) __asm__("atanhf");
 }
 
 // Each unary function for float, half, bfloat and their vectors; half and bfloat round once, at the end.
-#define MSL_UNARY(NAME, EXPRESSION)                                                          \
-  METAL_FUNC float NAME(float x) { return EXPRESSION; }                                      \
-  METAL_FUNC half NAME(half h) { float x = (float)h; return (half)(EXPRESSION); }            \
-  METAL_FUNC bfloat NAME(bfloat b) { float x = (float)b; return (bfloat)(EXPRESSION); }      \
-  template <class T, int N>                                                                  \
+#define MSL_UNARY(NAME, EXPRESSION)                                                                \
+  METAL_FUNC float NAME(float x) { return EXPRESSION; }                                            \
+  METAL_FUNC half NAME(half h) {                                                                   \
+    float x = (float)h;                                                                            \
+    return (half)(EXPRESSION);                                                                     \
+  }                                                                                                \
+  METAL_FUNC bfloat NAME(bfloat b) {                                                               \
+    float x = (float)b;                                                                            \
+    return (bfloat)(EXPRESSION);                                                                   \
+  }                                                                                                \
+  template <class T, int N>                                                                        \
   METAL_FUNC T __attribute__((ext_vector_type(N))) NAME(T __attribute__((ext_vector_type(N))) v) { \
-    for (int i = 0; i < N; i++) v[i] = NAME((T)v[i]);                                        \
-    return v;                                                                                \
+    for (int i = 0; i < N; i++) v[i] = NAME((T)v[i]);                                              \
+    return v;                                                                                      \
   }
-#define MSL_ALL_UNARY(X)                                                                     \
-  X(exp, msl_exp(x)) X(exp2, msl_exp2(x)) X(exp10, msl_exp10(x))                             \
-  X(log, msl_log(x)) X(log2, msl_log2(x)) X(log10, msl_log10(x))                             \
-  X(sin, msl_sin(x)) X(cos, msl_cos(x)) X(tan, msl_tan(x))                                   \
-  X(asin, msl_asin(x)) X(acos, msl_acos(x)) X(atan, msl_atan(x))                             \
-  X(sinh, msl_sinh(x)) X(cosh, msl_cosh(x)) X(tanh, msl_tanh(x))                             \
-  X(asinh, msl_asinh(x)) X(acosh, msl_acosh(x)) X(atanh, msl_atanh(x))                       \
-  X(sqrt, __builtin_sqrtf(x)) X(rsqrt, 1.0f / __builtin_sqrtf(x))                            \
-  X(floor, __builtin_floorf(x)) X(ceil, __builtin_ceilf(x)) X(trunc, __builtin_truncf(x))    \
-  X(round, __builtin_roundf(x)) X(rint, __builtin_rintf(x)) X(fabs, __builtin_fabsf(x))      \
+// clang-format off
+#define MSL_ALL_UNARY(X)                                                                  \
+  X(exp, msl_exp(x)) X(exp2, msl_exp2(x)) X(exp10, msl_exp10(x))                          \
+  X(log, msl_log(x)) X(log2, msl_log2(x)) X(log10, msl_log10(x))                          \
+  X(sin, msl_sin(x)) X(cos, msl_cos(x)) X(tan, msl_tan(x))                                \
+  X(asin, msl_asin(x)) X(acos, msl_acos(x)) X(atan, msl_atan(x))                          \
+  X(sinh, msl_sinh(x)) X(cosh, msl_cosh(x)) X(tanh, msl_tanh(x))                          \
+  X(asinh, msl_asinh(x)) X(acosh, msl_acosh(x)) X(atanh, msl_atanh(x))                    \
+  X(sqrt, __builtin_sqrtf(x)) X(rsqrt, 1.0f / __builtin_sqrtf(x))                         \
+  X(floor, __builtin_floorf(x)) X(ceil, __builtin_ceilf(x)) X(trunc, __builtin_truncf(x)) \
+  X(round, __builtin_roundf(x)) X(rint, __builtin_rintf(x)) X(fabs, __builtin_fabsf(x))   \
   X(fract, x - __builtin_floorf(x))
+#define MSL_ALL_BINARY(X)                                                                 \
+  X(pow, msl_pow(x, y)) X(powr, msl_pow(x, y))                                            \
+  X(fmod, msl_fmod(x, y)) X(atan2, msl_atan2(x, y))                                       \
+  X(fmin, __builtin_fminf(x, y)) X(fmax, __builtin_fmaxf(x, y))                           \
+  X(copysign, __builtin_copysignf(x, y))
+// clang-format on
 
-#define MSL_BINARY(NAME, EXPRESSION)                                                         \
-  METAL_FUNC float NAME(float x, float y) { return EXPRESSION; }                             \
-  METAL_FUNC half NAME(half h, half g) { float x = (float)h, y = (float)g; return (half)(EXPRESSION); } \
-  METAL_FUNC bfloat NAME(bfloat b, bfloat c) { float x = (float)b, y = (float)c; return (bfloat)(EXPRESSION); }
-#define MSL_ALL_BINARY(X)                                                                    \
-  X(pow, msl_pow(x, y)) X(powr, msl_pow(x, y)) X(fmod, msl_fmod(x, y)) X(atan2, msl_atan2(x, y)) \
-  X(fmin, __builtin_fminf(x, y)) X(fmax, __builtin_fmaxf(x, y)) X(copysign, __builtin_copysignf(x, y))
+#define MSL_BINARY(NAME, EXPRESSION)                             \
+  METAL_FUNC float NAME(float x, float y) { return EXPRESSION; } \
+  METAL_FUNC half NAME(half h, half g) {                         \
+    float x = (float)h, y = (float)g;                            \
+    return (half)(EXPRESSION);                                   \
+  }                                                              \
+  METAL_FUNC bfloat NAME(bfloat b, bfloat c) {                   \
+    float x = (float)b, y = (float)c;                            \
+    return (bfloat)(EXPRESSION);                                 \
+  }
 
 namespace metal {
 MSL_ALL_UNARY(MSL_UNARY)
@@ -71,14 +87,13 @@ MSL_ALL_BINARY(MSL_BINARY)
 
 METAL_FUNC float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 METAL_FUNC half fma(half a, half b, half c) { return (half)__builtin_fmaf((float)a, (float)b, (float)c); }
-template <int N>
-METAL_FUNC vec<float, N> fma(vec<float, N> a, vec<float, N> b, vec<float, N> c) {
+template <int N> METAL_FUNC vec<float, N> fma(vec<float, N> a, vec<float, N> b, vec<float, N> c) {
   for (int i = 0; i < N; i++) a[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return a;
 }
 METAL_FUNC float ldexp(float x, int e) { return __builtin_ldexpf(x, e); }
 
-// One type for all arguments, as Metal's overloads demand: max(float, half) and min(int, uint) are ambiguous there.
+// One type for all arguments, as Metal's overloads demand: there max(float, half) is ambiguous.
 template <class T>
 concept scalar = is_integral_v<T> || is_floating_point_v<T>;
 template <scalar T> METAL_FUNC T min(T a, T b) { return b < a ? b : a; }
@@ -89,12 +104,14 @@ template <scalar T> METAL_FUNC T sign(T x) { return x > T(0) ? T(1) : (x < T(0) 
 template <scalar T> METAL_FUNC T select(T no, T yes, bool which) { return which ? yes : no; }
 template <scalar T> METAL_FUNC T mix(T a, T b, T t) { return a + (b - a) * t; }
 template <class T, int N>
-METAL_FUNC T __attribute__((ext_vector_type(N))) min(T __attribute__((ext_vector_type(N))) a, T __attribute__((ext_vector_type(N))) b) {
+METAL_FUNC T __attribute__((ext_vector_type(N))) min(T __attribute__((ext_vector_type(N))) a,
+                                                     T __attribute__((ext_vector_type(N))) b) {
   for (int i = 0; i < N; i++) a[i] = min((T)a[i], (T)b[i]);
   return a;
 }
 template <class T, int N>
-METAL_FUNC T __attribute__((ext_vector_type(N))) max(T __attribute__((ext_vector_type(N))) a, T __attribute__((ext_vector_type(N))) b) {
+METAL_FUNC T __attribute__((ext_vector_type(N))) max(T __attribute__((ext_vector_type(N))) a,
+                                                     T __attribute__((ext_vector_type(N))) b) {
   for (int i = 0; i < N; i++) a[i] = max((T)a[i], (T)b[i]);
   return a;
 }

@@ -13,8 +13,7 @@ MSL_QUIET_INLINE unsigned matrix_lane(unsigned row, unsigned column) {
 } // namespace msl
 
 namespace metal {
-template <class T, int Columns, int Rows>
-struct simdgroup_matrix {
+template <class T, int Columns, int Rows> struct simdgroup_matrix {
   static_assert(Columns == 8 && Rows == 8, "simdgroup matrices are 8x8");
   vec<T, 2> elements;
   simdgroup_matrix() = default;
@@ -37,10 +36,14 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) 
 }
 
 template <class D, class A, class B, class C>
-MSL_QUIET void simdgroup_multiply_accumulate(
-    thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
-    thread simdgroup_matrix<B, 8, 8>& b, thread simdgroup_matrix<C, 8, 8>& c, MSL_AT) {
-  struct operand { vec<A, 2> a; vec<B, 2> b; };
+MSL_QUIET void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d,
+                                             thread simdgroup_matrix<A, 8, 8>& a,
+                                             thread simdgroup_matrix<B, 8, 8>& b,
+                                             thread simdgroup_matrix<C, 8, 8>& c, MSL_AT) {
+  struct operand {
+    vec<A, 2> a;
+    vec<B, 2> b;
+  };
   auto all = msl::exchange(at, "simdgroup_multiply_accumulate", operand{a.elements, b.elements});
   if (all.result.lanes != ~0u) msl_fail(at, "a simdgroup matrix operation needs all 32 lanes");
   unsigned row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane());
@@ -58,30 +61,33 @@ MSL_QUIET void simdgroup_multiply_accumulate(
   }
 }
 template <class D, class A, class B>
-METAL_FUNC MSL_TOGETHER void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
-                               thread simdgroup_matrix<B, 8, 8>& b, MSL_AT) {
+METAL_FUNC MSL_TOGETHER void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d,
+                                                thread simdgroup_matrix<A, 8, 8>& a,
+                                                thread simdgroup_matrix<B, 8, 8>& b, MSL_AT) {
   auto zero = make_filled_simdgroup_matrix<D, 8, 8>(D(0));
   simdgroup_multiply_accumulate(d, a, b, zero, at);
 }
 
-#define MSL_MATRIX_MEMORY(SPACE)                                                                       \
-  template <class T>                                                                                   \
-  METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* source,           \
-                             ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false) { \
-    for (unsigned k = 0; k < 2; k++) {                                                                 \
-      ulong row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane()) + k;            \
-      ulong y = transpose ? column : row, x = transpose ? row : column;                                \
-      m.elements[k] = source[(origin[1] + y) * elements_per_row + origin[0] + x];                      \
-    }                                                                                                  \
-  }                                                                                                    \
-  template <class T>                                                                                   \
-  METAL_FUNC void simdgroup_store(thread simdgroup_matrix<T, 8, 8> m, SPACE T* target,                 \
-                              ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0}, bool transpose = false) { \
-    for (unsigned k = 0; k < 2; k++) {                                                                 \
-      ulong row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane()) + k;            \
-      ulong y = transpose ? column : row, x = transpose ? row : column;                                \
-      target[(origin[1] + y) * elements_per_row + origin[0] + x] = m.elements[k];                      \
-    }                                                                                                  \
+#define MSL_MATRIX_MEMORY(SPACE)                                                             \
+  template <class T>                                                                         \
+  METAL_FUNC void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, const SPACE T* source, \
+                                 ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0},   \
+                                 bool transpose = false) {                                   \
+    for (unsigned k = 0; k < 2; k++) {                                                       \
+      ulong row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane()) + k;  \
+      ulong y = transpose ? column : row, x = transpose ? row : column;                      \
+      m.elements[k] = source[(origin[1] + y) * elements_per_row + origin[0] + x];            \
+    }                                                                                        \
+  }                                                                                          \
+  template <class T>                                                                         \
+  METAL_FUNC void simdgroup_store(thread simdgroup_matrix<T, 8, 8> m, SPACE T* target,       \
+                                  ulong elements_per_row = 8, ulong2 origin = ulong2{0, 0},  \
+                                  bool transpose = false) {                                  \
+    for (unsigned k = 0; k < 2; k++) {                                                       \
+      ulong row = msl::matrix_row(msl_lane()), column = msl::matrix_column(msl_lane()) + k;  \
+      ulong y = transpose ? column : row, x = transpose ? row : column;                      \
+      target[(origin[1] + y) * elements_per_row + origin[0] + x] = m.elements[k];            \
+    }                                                                                        \
   }
 MSL_MATRIX_MEMORY(device)
 MSL_MATRIX_MEMORY(threadgroup)

@@ -18,8 +18,8 @@ struct msl_exchange_result {
 };
 #define MSL_SLOT 64
 
-// All threads that take part must come to the same call of it, so the optimiser may not make two calls of one or one
-// of two.
+// All threads that take part must come to the same call of it, so the optimiser may not make two calls of one
+// or one of two.
 #define MSL_TOGETHER __attribute__((convergent, nomerge))
 
 extern "C" {
@@ -27,8 +27,10 @@ unsigned msl_lane();
 MSL_TOGETHER void msl_threadgroup_barrier(msl_place at, int flags);
 MSL_TOGETHER void msl_simdgroup_barrier(msl_place at, int flags);
 // `call` tells apart calls that stand in one line, such as a helper's line reached from two places.
-MSL_TOGETHER msl_exchange_result msl_exchange(msl_place at, const void* call, const char* what, const void* operand, unsigned size);
+MSL_TOGETHER msl_exchange_result msl_exchange(msl_place at, const void* call, const char* what,
+                                              const void* operand, unsigned size);
 void msl_fail(msl_place at, const char* what);
-void* msl_threadgroup_variable(msl_place at, const void* key, const char* name, unsigned size, unsigned align);
+void* msl_threadgroup_variable(msl_place at, const void* key, const char* name, unsigned size,
+                               unsigned align);
 void msl_atomic_access(msl_place at, void* address, unsigned size, bool reads);
 }

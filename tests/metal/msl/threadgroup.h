@@ -5,9 +5,9 @@
 #include "runtime.h"
 
 // `key` is one static a variable and template instantiation: its address names the allocation.
-#define MSL_THREADGROUP(TYPE, NAME, DIMENSIONS)                                              \
-  typedef TYPE msl_type_##NAME DIMENSIONS;                                                   \
-  static char msl_key_##NAME;                                                                \
+#define MSL_THREADGROUP(TYPE, NAME, DIMENSIONS)                                                \
+  typedef TYPE msl_type_##NAME DIMENSIONS;                                                     \
+  static char msl_key_##NAME;                                                                  \
   threadgroup msl_type_##NAME& NAME = *(threadgroup msl_type_##NAME*)msl_threadgroup_variable( \
-      msl_place::here(), &msl_key_##NAME, #NAME, sizeof(msl_type_##NAME),                    \
+      msl_place::here(), &msl_key_##NAME, #NAME, sizeof(msl_type_##NAME),                      \
       alignof(msl_type_##NAME) < 16 ? 16 : alignof(msl_type_##NAME))

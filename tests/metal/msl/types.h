@@ -43,26 +43,24 @@ typedef __bf16 bfloat;
 #define M_SQRT2_F 1.41421356237309504880f
 
 namespace metal {
-template <class T, int N>
-using vec = T __attribute__((ext_vector_type(N)));
+template <class T, int N> using vec = T __attribute__((ext_vector_type(N)));
 }
 
-// A packed vector has its element's alignment. Three elements need a struct: clang pads vectors of three to four.
-template <class T>
-struct msl_packed3 {
+// A packed vector has its element's alignment. Three elements need a struct: clang pads such vectors to four.
+template <class T> struct msl_packed3 {
   T x, y, z;
   msl_packed3() = default;
   msl_packed3(metal::vec<T, 3> v) : x(v[0]), y(v[1]), z(v[2]) {}
   operator metal::vec<T, 3>() const { return metal::vec<T, 3>{x, y, z}; }
 };
 
-#define MSL_VECTORS(T)                                                     \
-  typedef metal::vec<T, 2> T##2;                                           \
-  typedef metal::vec<T, 3> T##3;                                           \
+#define MSL_VECTORS(T)           \
+  typedef metal::vec<T, 2> T##2; \
+  typedef metal::vec<T, 3> T##3; \
   typedef metal::vec<T, 4> T##4;
-#define MSL_PACKED(T)                                                      \
+#define MSL_PACKED(T)                                                              \
   typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(sizeof(T)))); \
-  typedef msl_packed3<T> packed_##T##3;                                    \
+  typedef msl_packed3<T> packed_##T##3;                                            \
   typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(sizeof(T))));
 #define MSL_ALL_SCALARS(X) \
   X(float) X(half) X(bfloat) X(int) X(uint) X(short) X(ushort) X(char) X(uchar) X(long) X(ulong)
@@ -70,20 +68,17 @@ MSL_ALL_SCALARS(MSL_VECTORS)
 MSL_ALL_SCALARS(MSL_PACKED)
 MSL_VECTORS(bool)
 
-// Vector constructors. The text edit in edit.py turns `float4(a, b.xy, c)` into `msl::make<float4>(a, b.xy, c)`.
+// Vector constructors: edit.py turns `float4(a, b.xy, c)` into `msl::make<float4>(a, b.xy, c)`.
 namespace msl {
-template <class V>
-struct vector_of;
-template <class T, int N>
-struct vector_of<T __attribute__((ext_vector_type(N)))> {
+template <class V> struct vector_of;
+template <class T, int N> struct vector_of<T __attribute__((ext_vector_type(N)))> {
   typedef T element;
   static constexpr int size = N;
 };
 template <class V>
 concept is_vector = requires { vector_of<V>::size; };
 
-template <class V, class Part>
-inline void append(V& v, int& at, Part part) {
+template <class V, class Part> inline void append(V& v, int& at, Part part) {
   typedef typename vector_of<V>::element Element;
   if constexpr (is_vector<Part>) {
     for (int k = 0; k < vector_of<Part>::size; k++) v[at++] = (Element)part[k];
@@ -92,20 +87,21 @@ inline void append(V& v, int& at, Part part) {
   }
 }
 
-template <class Part>
-constexpr int width() {
-  if constexpr (is_vector<Part>) return vector_of<Part>::size;
-  else return 1;
+template <class Part> constexpr int width() {
+  if constexpr (is_vector<Part>)
+    return vector_of<Part>::size;
+  else
+    return 1;
 }
 
-template <class V, class First, class... Rest>
-inline V make(First first, Rest... rest) {
+template <class V, class First, class... Rest> inline V make(First first, Rest... rest) {
   typedef typename vector_of<V>::element Element;
   V v{};
   if constexpr (sizeof...(Rest) == 0 && !is_vector<First>) {
     for (int k = 0; k < vector_of<V>::size; k++) v[k] = (Element)first;
   } else {
-    static_assert((width<First>() + ... + width<Rest>()) == vector_of<V>::size, "a vector constructor needs one value an element");
+    static_assert((width<First>() + ... + width<Rest>()) == vector_of<V>::size,
+                  "a vector constructor needs one value an element");
     int at = 0;
     append(v, at, first);
     (append(v, at, rest), ...);
@@ -114,8 +110,7 @@ inline V make(First first, Rest... rest) {
 }
 } // namespace msl
 
-template <class T, class F>
-inline T as_type(F value) {
+template <class T, class F> inline T as_type(F value) {
   static_assert(sizeof(T) == sizeof(F), "as_type needs equal sizes");
   return __builtin_bit_cast(T, value);
 }

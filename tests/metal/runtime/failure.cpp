@@ -27,6 +27,16 @@ Location current_at_instruction(u64 return_address) {
   return at;
 }
 
+Location current_at_origin(const Origin& origin) {
+  return origin.return_address ? current_at_instruction(origin.return_address) : current_at(origin.place);
+}
+
+// A number for the instruction; a statement stands for its own.
+u32 site_of(const Origin& origin) {
+  if (origin.return_address) return (u32)(origin.return_address - 1 - (u64)run.kernel->image_begin);
+  return (u32)((u64)origin.place.file * 31 + origin.place.line);
+}
+
 // A thread of any threadgroup, from its number over the grid.
 Location thread_at_site(u32 number, u32 site) {
   const Launch& launch = *run.launch;

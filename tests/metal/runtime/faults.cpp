@@ -1,5 +1,5 @@
-// A fault that no check foresaw (a smashed stack, a function that calls itself) ends the launch, not the process.
-// The handler runs on a stack of its own and leaves it by switching to the scheduler.
+// A fault that no check foresaw (a smashed stack, a function that calls itself) ends the launch, not the
+// process. The handler runs on a stack of its own and leaves it by switching to the scheduler.
 #include "state.h"
 
 enum { SIG_ILLEGAL = 4, SIG_BUS = 7, SIG_SEGMENT = 11 };
@@ -40,8 +40,9 @@ static void on_fault(int signal, void* info, void* context) {
     return;
   }
   Location here = current_at_instruction(program_counter(context) + 1);
-  fail(here, "the thread faulted (signal %d) at address %#lx: a smashed stack, or an access that no check saw", signal,
-       faulting_address(info));
+  fail(here,
+       "the thread faulted (signal %d) at address %#lx: a smashed stack, or an access that no check saw",
+       signal, faulting_address(info));
 }
 
 static void catch_faults() {

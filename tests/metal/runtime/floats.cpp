@@ -11,10 +11,10 @@ static u32 shift_to_even(u32 m, u32 shift) {
 
 static u16 to_half(float f) {
   u32 sign = bits_of(f) >> 16 & 0x8000, a = bits_of(f) & 0x7fffffff;
-  if (a > 0x7f800000) return (u16)(sign | 0x7e00);                    // NaN
-  if (a >= 0x477ff000) return (u16)(sign | 0x7c00);                   // rounds to infinity
-  if (a < 0x33000000) return (u16)sign;                               // rounds to zero
-  if (a < 0x38800000)                                                 // subnormal half
+  if (a > 0x7f800000) return (u16)(sign | 0x7e00);  // NaN
+  if (a >= 0x477ff000) return (u16)(sign | 0x7c00); // rounds to infinity
+  if (a < 0x33000000) return (u16)sign;             // rounds to zero
+  if (a < 0x38800000)                               // subnormal half
     return (u16)(sign | shift_to_even((a & 0x7fffff) | 0x800000, 126 - (a >> 23)));
   return (u16)(sign | shift_to_even(a - 0x38000000, 13));
 }

@@ -40,8 +40,14 @@ static void map_buffer(u32 i) {
   Shadow* shadow = input ? nullptr : (Shadow*)map_or_fail(buffer.size * sizeof(Shadow) + 1);
   u32* read_by = (u32*)map_or_fail(buffer.size * sizeof(u32) + 1);
   run.arguments[i] = begin;
-  run.regions[run.region_count++] = {begin,  begin + buffer.size, input ? READ_ONLY : DEVICE, buffer.kind == FILLED_OUTPUT, buffer.name,
-                                     shadow, read_by,             nullptr};
+  run.regions[run.region_count++] = {begin,
+                                     begin + buffer.size,
+                                     input ? READ_ONLY : DEVICE,
+                                     buffer.kind == FILLED_OUTPUT,
+                                     buffer.name,
+                                     shadow,
+                                     read_by,
+                                     nullptr};
 }
 
 static u64 never_written(const Region& r) {
@@ -55,7 +61,8 @@ static void unmap_buffer(u32 i) {
   Region& r = run.regions[i];
   if (buffer.kind != INPUT) memcpy(buffer.data, r.begin, buffer.size);
   if (buffer.kind == OUTPUT && !failed())
-    if (u64 missing = never_written(r)) fail({}, "%lu of %lu bytes of output '%s' were never written", missing, buffer.size, buffer.name);
+    if (u64 missing = never_written(r))
+      fail({}, "%lu of %lu bytes of output '%s' were never written", missing, buffer.size, buffer.name);
   if (r.shadow) munmap(r.shadow, buffer.size * sizeof(Shadow) + 1);
   munmap(r.read_by, buffer.size * sizeof(u32) + 1);
   munmap(mappings[i].base, mappings[i].pages + 2 * GAP);
@@ -118,7 +125,8 @@ static void start_simdgroups() {
 
 // The last threadgroup of an axis may be partial: `grid` counts threads.
 static void start_threadgroup(u32 number, const Shape& s) {
-  u32 group[3] = {number % s.groups[0], number / s.groups[0] % s.groups[1], number / s.groups[0] / s.groups[1]};
+  u32 group[3] = {number % s.groups[0], number / s.groups[0] % s.groups[1],
+                  number / s.groups[0] / s.groups[1]};
   u32 size[3];
   run.thread_count = 1;
   for (int k = 0; k < 3; k++) {
@@ -175,7 +183,8 @@ static void run_threadgroup(u32 number, const Shape& s) {
 
 static void run_grid() {
   Shape s = shape_of(*run.launch);
-  if (s.full > MAX_THREADS) return fail({}, "a threadgroup of %u threads, more than the limit of %u", s.full, MAX_THREADS);
+  if (s.full > MAX_THREADS)
+    return fail({}, "a threadgroup of %u threads, more than the limit of %u", s.full, MAX_THREADS);
   u32 count = s.groups[0] * s.groups[1] * s.groups[2];
   for (u32 i = 0; i < count && !failed(); i++) run_threadgroup(run.launch->order == 1 ? count - 1 - i : i, s);
 }
@@ -188,7 +197,8 @@ static void map_once() {
 }
 
 // The door from Python: runs the kernel over the grid, fills in `failure`, `totals` and one Traffic a buffer.
-extern "C" void msl_launch(const Kernel* kernel, const Launch* launch, Failure* failure, Totals* totals, Traffic* traffic) {
+extern "C" void msl_launch(const Kernel* kernel, const Launch* launch, Failure* failure, Totals* totals,
+                           Traffic* traffic) {
   map_once();
   run.launch = launch;
   run.kernel = kernel;

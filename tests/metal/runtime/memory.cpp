@@ -30,11 +30,12 @@ static const Region* nearest_region(const u8* p) {
   return nearest;
 }
 
-static void fail_out_of_bounds(const u8* p, u32 size, const char* verb, Location here) {
+static void fail_out_of_bounds(const u8* p, u32 size, const char* verb, const Origin& from) {
   const Region* r = nearest_region(p);
-  if (!r || p < (const u8*)65536) return fail(here, "%s of %u bytes through a null or wild pointer", verb, size);
-  fail(here, "out-of-bounds %s of %u bytes at byte %ld of %s '%s', which has %ld bytes", verb, size, (long)(p - r->begin), kind_name(*r),
-       r->name, (long)(r->end - r->begin));
+  if (!r || p < (const u8*)65536)
+    return fail(current_at_origin(from), "%s of %u bytes through a null or wild pointer", verb, size);
+  fail(current_at_origin(from), "out-of-bounds %s of %u bytes at byte %ld of %s '%s', which has %ld bytes",
+       verb, size, (long)(p - r->begin), kind_name(*r), r->name, (long)(r->end - r->begin));
 }
 
 // ---- races. An earlier access is ordered before this one if a barrier that covers this memory lies between.
@@ -46,7 +47,8 @@ struct Now { // the accessing thread's view of one region's memory
 static Now now_in(const Region& region) {
   const Simdgroup& group = run.simdgroups[run.current->thread.simdgroup];
   bool shared = region.kind == THREADGROUP;
-  return {run.current->number, run.current->thread.simdgroup, shared ? run.threadgroup_epoch : run.device_epoch,
+  return {run.current->number, run.current->thread.simdgroup,
+          shared ? run.threadgroup_epoch : run.device_epoch,
           shared ? group.threadgroup_epoch : group.device_epoch};
 }
 
@@ -61,7 +63,7 @@ static bool ordered_before(u32 number, u32 epoch, u32 simd_epoch, const Now& now
   return epoch != now.epoch || (simdgroup_of(number) == now.simdgroup && simd_epoch != now.simd_epoch);
 }
 
-// An atomic leaves its threadgroup's number in place of a simd epoch: any of its threads may have been the last.
+// An atomic leaves its threadgroup's number in place of a simd epoch: any thread of it may have been last.
 static bool write_is_ordered(const Shadow& s, const Now& now) {
   if (!s.writer || s.writer == now.number) return true;
   if (s.writer == ATOMIC) return s.write_simd_epoch == run.group_number && s.write_epoch != now.epoch;
@@ -75,10 +77,13 @@ static bool reads_are_ordered(const Shadow& s, const Now& now) {
   return ordered_before(s.reader, s.read_epoch, s.read_simd_epoch, now);
 }
 
-static void fail_for_race(const Region& r, u64 byte, const char* verb, const char* earlier, u32 number, u32 site, Location here) {
+static void fail_for_race(const Region& r, u64 byte, const char* verb, const char* earlier, u32 number,
+                          u32 site, const Origin& from) {
   run.failure->other = thread_at_site(number, site);
-  fail(here, "data race: %s of byte %lu of %s '%s', and an earlier %s by another thread, with no barrier between that orders them", verb,
-       byte, kind_name(r), r.name, earlier);
+  fail(current_at_origin(from),
+       "data race: %s of byte %lu of %s '%s', and an earlier %s by another thread, with no barrier between "
+       "that orders them",
+       verb, byte, kind_name(r), r.name, earlier);
 }
 
 // Keep enough of the readers since the last barrier to judge a later write.
@@ -104,58 +109,66 @@ static void note_write(Shadow& s, const Now& now, u32 site) {
   s.read_by = NOBODY;
 }
 
-static void fail_uninitialised(const Region& r, u64 byte, const char* verb, Location here) {
+static void fail_uninitialised(const Region& r, u64 byte, const char* verb, const Origin& from) {
   const char* what = r.kind == THREADGROUP ? "threadgroup array" : "output";
-  fail(here, "%s of byte %lu of %s '%s', which nothing has written yet", verb, byte, what, r.name);
+  fail(current_at_origin(from), "%s of byte %lu of %s '%s', which nothing has written yet", verb, byte, what,
+       r.name);
 }
 
-static void check_byte(Region& r, u64 byte, bool write, const Now& now, Location here) {
+static void check_byte(Region& r, u64 byte, bool write, const Now& now, const Origin& from) {
   Shadow& s = r.shadow[byte];
   const char* verb = write ? "write" : "read";
-  if (!write && !s.writer && !r.filled) return fail_uninitialised(r, byte, verb, here);
-  if (!write_is_ordered(s, now)) return fail_for_race(r, byte, verb, s.writer == ATOMIC ? "atomic" : "write", s.writer, s.write_site, here);
-  if (write && !reads_are_ordered(s, now)) return fail_for_race(r, byte, verb, "read", s.reader, s.read_site, here);
+  if (!write && !s.writer && !r.filled) return fail_uninitialised(r, byte, verb, from);
+  if (!write_is_ordered(s, now))
+    return fail_for_race(r, byte, verb, s.writer == ATOMIC ? "atomic" : "write", s.writer, s.write_site,
+                         from);
+  if (write && !reads_are_ordered(s, now))
+    return fail_for_race(r, byte, verb, "read", s.reader, s.read_site, from);
 }
 
 // ---- the checks in order
 
-static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, Location here) {
+static bool passes_as_a_whole(Region& r, const u8* p, u32 size, bool write, const Origin& from) {
   const char* verb = write ? "write" : "read";
   if (p + size > r.end) {
-    fail(here, "out-of-bounds %s of %u bytes runs over the end of %s '%s', which has %ld bytes", verb, size, kind_name(r), r.name,
-         (long)(r.end - r.begin));
+    fail(current_at_origin(from),
+         "out-of-bounds %s of %u bytes runs over the end of %s '%s', which has %ld bytes", verb, size,
+         kind_name(r), r.name, (long)(r.end - r.begin));
     return false;
   }
   if (write && r.kind == READ_ONLY) {
-    fail(here, "write to byte %ld of input '%s', which is read-only", (long)(p - r.begin), r.name);
+    fail(current_at_origin(from), "write to byte %ld of input '%s', which is read-only", (long)(p - r.begin),
+         r.name);
     return false;
   }
   return true;
 }
 
 // A thread's own stack, and the position and argument list that the launcher reads.
-static bool is_private(const u8* p) { return on_a_stack(p) || (p >= (const u8*)&run && p < (const u8*)(&run + 1)); }
+static bool is_private(const u8* p) {
+  return on_a_stack(p) || (p >= (const u8*)&run && p < (const u8*)(&run + 1));
+}
 
 void check_access(const void* address, u32 size, bool write, u64 return_address) {
   run.totals.accesses++;
   if (!run.current || failed() || !size) return;
   const u8* p = (const u8*)address;
+  const Origin from{return_address, {}};
   if (is_private(p)) return;
   Region* r = region_of(p);
   if (!r) {
     bool constant_table = !write && p >= run.kernel->image_begin && p < run.kernel->image_end;
-    if (!constant_table) fail_out_of_bounds(p, size, write ? "write" : "read", current_at_instruction(return_address));
+    if (!constant_table) fail_out_of_bounds(p, size, write ? "write" : "read", from);
     return;
   }
-  Location here = current_at_instruction(return_address);
-  if (!passes_as_a_whole(*r, p, size, write, here)) return;
-  u32 site = (u32)here.offset;
+  if (!passes_as_a_whole(*r, p, size, write, from)) return;
+  u32 site = site_of(from);
   if (r->kind != THREADGROUP) note_traffic(*r, p, size, write, site);
   if (!r->shadow) return;
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
   for (u64 byte = first; byte < first + size; byte++) {
-    check_byte(*r, byte, write, now, here);
+    check_byte(*r, byte, write, now, from);
     if (write)
       note_write(r->shadow[byte], now, site);
     else
@@ -167,17 +180,17 @@ void check_access(const void* address, u32 size, bool write, u64 return_address)
 extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads) {
   run.totals.accesses++;
   const u8* p = (const u8*)address;
-  Location here = current_at(at);
+  const Origin from{0, at};
   Region* r = region_of(p);
-  if (!r) return fail_out_of_bounds(p, size, "atomic access", here);
-  if (!passes_as_a_whole(*r, p, size, true, here)) return;
-  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, (u32)((u64)at.file * 31 + at.line));
+  if (!r) return fail_out_of_bounds(p, size, "atomic access", from);
+  if (!passes_as_a_whole(*r, p, size, true, from)) return;
+  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, site_of(from));
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
   for (u64 byte = first; byte < first + size; byte++) {
     Shadow& s = r->shadow[byte];
-    if (reads && !s.writer && !r->filled) return fail_uninitialised(*r, byte, "atomic update", here);
-    if (s.writer != ATOMIC) check_byte(*r, byte, true, now, here);
+    if (reads && !s.writer && !r->filled) return fail_uninitialised(*r, byte, "atomic update", from);
+    if (s.writer != ATOMIC) check_byte(*r, byte, true, now, from);
     s.writer = ATOMIC;
     s.write_epoch = now.epoch;
     s.write_simd_epoch = run.group_number;
@@ -185,9 +198,10 @@ extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads)
   }
 }
 
-// ---- threadgroup variables: an arena with a red zone before each, fresh for every threadgroup
+// ---- threadgroup variables: an arena, fresh for every threadgroup. Between them lies more than a
+// threadgroup may have, so that no index of one reaches another.
 
-constexpr u32 RED_ZONE = 256;
+constexpr u32 RED_ZONE = 2 * THREADGROUP_LIMIT;
 
 extern "C" void* msl_threadgroup_variable(Place at, const void* key, const char* name, u32 size, u32 align) {
   for (u32 i = 0; i < run.variable_count; i++)
@@ -196,14 +210,17 @@ extern "C" void* msl_threadgroup_variable(Place at, const void* key, const char*
   if (run.variable_bytes > run.totals.threadgroup_bytes) run.totals.threadgroup_bytes = run.variable_bytes;
   u32 offset = (run.arena_used + RED_ZONE + align - 1) / align * align;
   if (run.variable_bytes > THREADGROUP_LIMIT)
-    fail(current_at(at), "threadgroup memory: %u bytes with '%s', more than the limit of %u", run.variable_bytes, name, THREADGROUP_LIMIT);
-  if (run.variable_count == MAX_VARIABLES) fail(current_at(at), "more than %u threadgroup variables", MAX_VARIABLES);
+    fail(current_at(at), "threadgroup memory: %u bytes with '%s', more than the limit of %u",
+         run.variable_bytes, name, THREADGROUP_LIMIT);
+  if (run.variable_count == MAX_VARIABLES)
+    fail(current_at(at), "more than %u threadgroup variables", MAX_VARIABLES);
   u8* memory = arena + offset;
   Shadow* shadow = arena_shadow + offset;
   memset(memory, 0xff, size);
   memset(shadow, 0, size * sizeof(Shadow));
   run.variables[run.variable_count++] = {key, memory};
-  run.regions[run.region_count++] = {memory, memory + size, THREADGROUP, false, name, shadow, nullptr, nullptr};
+  run.regions[run.region_count++] = {memory, memory + size, THREADGROUP, false,
+                                     name,   shadow,        nullptr,     nullptr};
   run.arena_used = offset + size;
   return memory;
 }

@@ -41,11 +41,16 @@ static void check_barrier(Place at, const void* call) {
   if (run.at_barrier && call != run.barrier_call) {
     run.failure->other = first_waiting(AT_BARRIER);
     run.failure->other.place = run.barrier_at;
-    fail(current_at(at), "barrier divergence: %u threads wait at the barrier of line %u, this thread comes to that of line %u%s",
-         run.at_barrier, run.barrier_at.line, at.line, at.line == run.barrier_at.line ? " by another call" : "");
+    fail(current_at(at),
+         "barrier divergence: %u threads wait at the barrier of line %u, this thread comes to that of line "
+         "%u%s",
+         run.at_barrier, run.barrier_at.line, at.line,
+         at.line == run.barrier_at.line ? " by another call" : "");
   }
   if (run.returned)
-    fail(current_at(at), "barrier divergence: %u of %u threads of the threadgroup have returned and will never come to this barrier",
+    fail(current_at(at),
+         "barrier divergence: %u of %u threads of the threadgroup have returned and will never come to this "
+         "barrier",
          run.returned, run.thread_count);
 }
 
@@ -67,10 +72,13 @@ extern "C" void msl_threadgroup_barrier(Place at, int flags) {
 
 static void check_exchange(Simdgroup& group, Place at, const void* call, const char* what) {
   if (group.arrived && call != group.call)
-    fail(current_at(at), "simdgroup divergence: lanes %08x wait in %s at line %u, this lane comes to %s at line %u%s", group.arrived,
-         group.what, group.at.line, what, at.line, at.line == group.at.line ? " by another call" : "");
+    fail(current_at(at),
+         "simdgroup divergence: lanes %08x wait in %s at line %u, this lane comes to %s at line %u%s",
+         group.arrived, group.what, group.at.line, what, at.line,
+         at.line == group.at.line ? " by another call" : "");
   if (group.returned)
-    fail(current_at(at), "simdgroup divergence: lanes %08x have returned and will never come to %s", group.returned, what);
+    fail(current_at(at), "simdgroup divergence: lanes %08x have returned and will never come to %s",
+         group.returned, what);
 }
 
 // The last lane to arrive opens the round for all; a barrier's flags then begin a new epoch.
@@ -84,14 +92,15 @@ static void open_exchange(Simdgroup& group, int flags) {
   wake(AT_EXCHANGE, first, first + LANES < run.thread_count ? first + LANES : run.thread_count);
 }
 
-static msl_exchange_result exchange(Place at, const void* call, const char* what, const void* operand, u32 size, int flags) {
+static msl_exchange_result exchange(Place at, const void* call, const char* what, const void* operand,
+                                    u32 size, int flags) {
   Thread& me = run.current->thread;
   Simdgroup& group = run.simdgroups[me.simdgroup];
   check_exchange(group, at, call, what);
   group.at = at;
   group.call = call;
   group.what = what;
-  // Two rows of slots take turns: a lane may read this round's operands while another already leaves its next.
+  // Two rows of slots take turns: a lane may read this round's operands while another leaves its next.
   u32 row = group.parity & 1;
   memcpy(group.slots[row] + SLOT * me.lane, operand, size);
   group.arrived |= 1u << me.lane;
@@ -102,7 +111,8 @@ static msl_exchange_result exchange(Place at, const void* call, const char* what
   return {group.took_part[row], (const char*)group.slots[row]};
 }
 
-extern "C" msl_exchange_result msl_exchange(Place at, const void* call, const char* what, const void* operand, u32 size) {
+extern "C" msl_exchange_result msl_exchange(Place at, const void* call, const char* what, const void* operand,
+                                            u32 size) {
   run.current->simdgroup_operations++;
   return exchange(at, call, what, operand, size, 0);
 }
@@ -133,6 +143,8 @@ static void fail_for_deadlock() {
     run.failure->other = first_waiting(AT_BARRIER);
     run.failure->other.place = barrier;
   }
-  fail(here, "divergence: no thread can go on: %u wait at a threadgroup_barrier (line %u), %u in a simdgroup operation (line %u), %u returned",
+  fail(here,
+       "divergence: no thread can go on: %u wait at a threadgroup_barrier (line %u), %u in a simdgroup "
+       "operation (line %u), %u returned",
        at_barrier, barrier.line, at_exchange, exchange.line, run.returned);
 }

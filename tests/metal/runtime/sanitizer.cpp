@@ -1,13 +1,14 @@
-// The functions that clang's instrumentation calls: thread sanitizer's (every load and store), undefined-behaviour
-// sanitizer's (arithmetic and array indices) and coverage's (every basic block). No sanitizer runtime is linked.
+// The functions that clang's instrumentation calls: thread sanitizer's (every load and store),
+// undefined-behaviour sanitizer's (arithmetic and array indices) and coverage's (every basic block). No
+// sanitizer runtime is linked.
 #include "state.h"
 
 #define CALLER ((u64)__builtin_return_address(0))
 
-#define MSL_TSAN(N)                                                                           \
-  extern "C" void __tsan_read##N(void* p) { check_access(p, N, false, CALLER); }              \
-  extern "C" void __tsan_write##N(void* p) { check_access(p, N, true, CALLER); }              \
-  extern "C" void __tsan_unaligned_read##N(void* p) { check_access(p, N, false, CALLER); }    \
+#define MSL_TSAN(N)                                                                        \
+  extern "C" void __tsan_read##N(void* p) { check_access(p, N, false, CALLER); }           \
+  extern "C" void __tsan_write##N(void* p) { check_access(p, N, true, CALLER); }           \
+  extern "C" void __tsan_unaligned_read##N(void* p) { check_access(p, N, false, CALLER); } \
   extern "C" void __tsan_unaligned_write##N(void* p) { check_access(p, N, true, CALLER); }
 MSL_TSAN(1)
 MSL_TSAN(2)
@@ -37,18 +38,20 @@ extern "C" void* __tsan_memset(void* to, int value, size_t n) {
 extern "C" void __sanitizer_cov_trace_pc() {
   if (!run.current) return;
   if (++run.totals.blocks > run.launch->block_limit)
-    fail(current_at_instruction(CALLER), "still running after %lu basic blocks: an endless loop?", run.launch->block_limit);
+    fail(current_at_instruction(CALLER), "still running after %lu basic blocks: an endless loop?",
+         run.launch->block_limit);
 }
 
 // edit.py puts a call of this before every load and store.
 extern "C" void msl_check_alignment(const void* p, u64 alignment) {
   if (run.current && (u64)p % alignment)
-    fail(current_at_instruction(CALLER), "misaligned access: an address %lu bytes above a multiple of %lu, which the type asks for",
+    fail(current_at_instruction(CALLER),
+         "misaligned access: an address %lu bytes above a multiple of %lu, which the type asks for",
          (u64)p % alignment, alignment);
 }
 
-// ---- undefined behaviour: each handler gets the source location and type descriptors, and does not return, so that
-// no optimisation can reason from the misstep that would follow
+// ---- undefined behaviour: each handler gets the source location and type descriptors, and does not return,
+// so that no optimisation can reason from the misstep that would follow
 
 struct Type {
   u16 kind, info; // kind 0: integer; info: bit 0 signed, above it log2 of the width
@@ -80,9 +83,10 @@ static long value(const Type* type, u64 bits) {
   return (long)(bits << (64 - width)) >> (64 - width);
 }
 
-#define MSL_OVERFLOW(NAME, SIGN)                                                                          \
-  extern "C" void __ubsan_handle_##NAME##_overflow_abort(const OverflowData* d, u64 a, u64 b) {                 \
-    fail(at(d->at), "integer overflow: %ld " SIGN " %ld does not fit %s", value(d->type, a), value(d->type, b), d->type->name); \
+#define MSL_OVERFLOW(NAME, SIGN)                                                                \
+  extern "C" void __ubsan_handle_##NAME##_overflow_abort(const OverflowData* d, u64 a, u64 b) { \
+    fail(at(d->at), "integer overflow: %ld " SIGN " %ld does not fit %s", value(d->type, a),    \
+         value(d->type, b), d->type->name);                                                     \
   }
 MSL_OVERFLOW(add, "+")
 MSL_OVERFLOW(sub, "-")

@@ -5,7 +5,7 @@
 
 constexpr u32 MAX_THREADS = 1024, LANES = 32, MAX_SIMDGROUPS = MAX_THREADS / LANES;
 constexpr u32 MAX_BUFFERS = 64, MAX_VARIABLES = 64, SLOT = 64;
-constexpr u32 THREADGROUP_LIMIT = 32 * 1024, ARENA = 256 * 1024;
+constexpr u32 THREADGROUP_LIMIT = 32 * 1024, ARENA = MAX_VARIABLES * 3 * THREADGROUP_LIMIT;
 
 // ---- shared with run.py (ctypes): keep both alike
 
@@ -45,6 +45,12 @@ struct Location { // one thread at one instruction
   u32 thread, simdgroup, lane;
   u32 threadgroup[3];
   u64 offset; // of the instruction in the kernel's image; 0: use `place`
+  Place place;
+};
+
+// Where an access comes from, to be looked up only if it fails: an instruction, or else a statement.
+struct Origin {
+  u64 return_address;
   Place place;
 };
 
@@ -153,6 +159,8 @@ void fail(Location here, const char* format, ...) __attribute__((format(printf, 
 bool failed();
 Location current_at(Place);
 Location current_at_instruction(u64 return_address);
+Location current_at_origin(const Origin&);
+u32 site_of(const Origin&);
 Location thread_at_site(u32 number, u32 site);
 // ---- memory.cpp
 void check_access(const void* address, u32 size, bool write, u64 return_address);

@@ -1,8 +1,8 @@
 // Bytes that a launch moves between device memory and its threads.
 //
 // `read` and `written` count, for every load or store instruction and every time a simdgroup executes it, the
-// distinct bytes that its 32 lanes touch: a broadcast counts once. "The same time" is the n-th time a lane comes to
-// that instruction since the last threadgroup barrier. `read_once` counts each byte once a threadgroup.
+// distinct bytes that its 32 lanes touch: a broadcast counts once. "The same time" is the n-th time a lane
+// comes to that instruction since the last threadgroup barrier. `read_once`: each byte once a threadgroup.
 #include "state.h"
 
 constexpr u32 MAX_SITES = 4096, HASH = 2 * MAX_SITES;
@@ -30,7 +30,8 @@ static u32 find_site(u32 instruction, u32 size, bool write) {
     u32 index = hash_table[slot];
     if (index && sites[index - 1].key == key) return index - 1;
     if (index) continue;
-    if (site_count == MAX_SITES) fail(current_at({"", 0}), "more than %u load and store instructions", MAX_SITES);
+    if (site_count == MAX_SITES)
+      fail(current_at({"", 0}), "more than %u load and store instructions", MAX_SITES);
     sites[site_count] = {key, size, write};
     hash_table[slot] = ++site_count;
     return site_count - 1;
@@ -40,7 +41,7 @@ static u32 find_site(u32 instruction, u32 size, bool write) {
 static void grow(Log& log) {
   u32 capacity = log.capacity ? log.capacity * 2 : 16;
   u64 row = sizeof *log.addresses;
-  log.addresses = (const u8* (*)[LANES])realloc(log.addresses, capacity * row);
+  log.addresses = (const u8*(*)[LANES])realloc(log.addresses, capacity * row);
   log.capacity = capacity;
 }
 
