@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
+    "plan": Entry("mlxserve.cli.plan", "plan", "Show how MODEL would be divided over several Macs."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
 }
 
