@@ -10,7 +10,7 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test lint types check bench soak clean help
+.PHONY: demo test lint types check bench docs soak clean help
 
 help:            ## this text
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -60,6 +60,9 @@ bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tabl
 	PYTHONPATH=. $(BIN)/python benchmarks/serving.py
 	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
 	PYTHONPATH=. $(BIN)/python benchmarks/http_streams.py
+
+docs: $(VENV)/installed ## write docs/commands/ anew from the commands' own help
+	$(BIN)/python scripts/make_docs.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info
