@@ -115,12 +115,16 @@ class Machine:
     hosts: tuple[Host, ...]
     link: str = "tcp"
     loads: list[dict[float, int]] = field(init=False)
+    _eta: float = field(init=False)
+    _layer_s: float = field(init=False)
     _flops: list[float] = field(init=False)
     _kv: list[dict[int | None, tuple[int, int]]] = field(init=False)  # window -> (layers, values a token)
 
     def __post_init__(self) -> None:
         if any(host.bandwidth is None or host.flops is None for host in self.hosts):
             raise UsageError("A simulation needs the chip or the bandwidth of every host.", param="hosts")
+        object.__setattr__(self, "_eta", eta(self.facts))
+        object.__setattr__(self, "_layer_s", layer_seconds(self.facts))
         object.__setattr__(self, "_kv", [self._kv_layers(rank) for rank in range(self.split.size)])
         object.__setattr__(self, "loads", rank_loads(self.facts, self.split, 0)[0])
         object.__setattr__(self, "_flops", [self._token_flops(rank) for rank in range(self.split.size)])
@@ -177,16 +181,16 @@ class Machine:
         """How long a stage works on a batch."""
         if self.split.mode == "pipeline":
             layers = len(self.split.layers_of(stage))
-            return self._work(stage, batch) + layers * layer_seconds(self.facts)
+            return self._work(stage, batch) + layers * self._layer_s
         slowest = max(self._work(rank, batch) for rank in range(self.split.size))
-        own = self.facts.layers * layer_seconds(self.facts)
+        own = self.facts.layers * self._layer_s
         return slowest + own + self._reductions(sum(tokens for _, tokens in batch))
 
     def _work(self, rank: int, batch: Batch) -> float:
         host = self.hosts[rank]
         tokens = sum(tokens for _, tokens in batch)
         kv = sum(self.kv_bytes(rank, sequence.context) for sequence, _ in batch)
-        reading = (bytes_read(self.loads[rank], tokens) + kv) / (eta(self.facts) * (host.bandwidth or 0))
+        reading = (bytes_read(self.loads[rank], tokens) + kv) / (self._eta * (host.bandwidth or 0))
         flops = tokens * self._flops[rank] + sum(self._attention(rank, *entry) for entry in batch)
         return max(reading, flops / (COMPUTE_SHARE * (host.flops or 0)))
 
