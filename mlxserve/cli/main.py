@@ -35,6 +35,7 @@ COMMANDS = {
     "generate": Entry("mlxserve.cli.generate", "generate", "Write text for one or many prompts."),
     "chat": Entry("mlxserve.cli.chat", "chat", "Hold a conversation in the terminal."),
     "serve": Entry("mlxserve.cli.serve", "serve", "Serve models over HTTP."),
+    "launch": Entry("mlxserve.cli.launch", "launch", "Run a command on several Macs."),
     "service": Entry(
         "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
     ),
