@@ -34,6 +34,11 @@ class Entry(NamedTuple):
 COMMANDS = {
     "generate": Entry("mlxserve.cli.generate", "generate", "Write text for one or many prompts."),
     "chat": Entry("mlxserve.cli.chat", "chat", "Hold a conversation in the terminal."),
+    "lora": Entry(
+        "mlxserve.cli.lora",
+        "lora",
+        "Fine-tune models: LoRA, QLoRA, DoRA and full; evaluate, fuse and exchange adapters.",
+    ),
     "serve": Entry("mlxserve.cli.serve", "serve", "Serve models over HTTP."),
     "launch": Entry("mlxserve.cli.launch", "launch", "Run a command on several Macs."),
     "service": Entry(
