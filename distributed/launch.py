@@ -17,8 +17,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from mlxserve.distributed.fleet import Fleet, News, choose_backend
 from mlxserve.distributed.faults import EXIT_DIVERGED, EXIT_LOST_PEER, Fault, RankFailed
+from mlxserve.distributed.fleet import Fleet, News, choose_backend
 from mlxserve.distributed.hosts import Host, Hostfile
 
 SETTLE_S = 0.5  # one death causes others: so long their order is not taken for the order of causes

@@ -193,6 +193,7 @@ class Link:
     async def _gone(self) -> None:
         assert self._process is not None
         code = await self._process.wait()
+        await asyncio.wait(self._tasks[1:], timeout=_LEAVE_S)  # its last words say why
         error = HostUnreachable(self._why(code))
         for answer in self._answers.values():
             if not answer.done():

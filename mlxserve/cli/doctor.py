@@ -48,7 +48,7 @@ class Report:
 @click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Look at these hosts instead.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, hosts: Path | None) -> None:
-    """Look at this machine, or at all hosts of a hostfile, and say what would help."""
+    """Look at this machine, or at several, and say what would help."""
     if hosts is not None:
         from mlxserve.distributed.hosts import read_hostfile
         from mlxserve.distributed.survey import survey

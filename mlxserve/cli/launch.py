@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def launch(
     hosts: Path | None, count: int | None, backend: str | None, verbose: bool, command: tuple[str, ...]
 ) -> None:
-    """Run COMMAND on several Macs: mlxserve launch --hosts FILE -- lora train …
+    """Run a command on several Macs.
+
+    For example: mlxserve launch --hosts FILE -- lora train …
 
     COMMAND is one of mlxserve's own, or a program, which then runs on every rank with MLX's distributed
     variables set. Rank 0's output is shown; the exit code is 0 only if every rank's is.

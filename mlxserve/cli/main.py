@@ -44,7 +44,9 @@ COMMANDS = {
     "service": Entry(
         "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
     ),
-    "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
+    "doctor": Entry(
+        "mlxserve.cli.doctor", "doctor", "Look at this machine, or at several, and say what would help."
+    ),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
 }

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxserve.distributed.fleet import Fleet, choose_backend
 from mlxserve.distributed.faults import EXIT_LOST_PEER, Fault
+from mlxserve.distributed.fleet import Fleet, choose_backend
 from mlxserve.distributed.hosts import Host, Hostfile
 from mlxserve.distributed.launch import at_fault, ending
 from mlxserve.distributed.look import parse_devices, rdma_hint
