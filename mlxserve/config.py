@@ -12,6 +12,8 @@ from typing import Any
 DEFAULT_MODEL = "smollm2"
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+# Share of the memory that is free beside the weights (or recommended, on a Mac) which caches may take.
+CACHE_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -522,6 +522,22 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
+    def resize(self, pages: tuple[int, ...]) -> None:
+        """Give each group this many pages from now on, between two steps, or what one request here needs.
+
+        What only the cache holds in those that go is evicted; running sequences that hold one start anew.
+        """
+        self._now = {}
+        here = [*self.running, *self.waiting]
+        for group, (spec, wanted) in enumerate(zip(self.memory.groups, pages)):
+            total = max(wanted, *(self._most_pages(sequence.longest, spec) for sequence in here), 1)
+            for sequence in [s for s in self.running if max(s.tables[group], default=0) >= total]:
+                self._preempt(sequence)
+            self.tree.evict_from(group, total)
+            self.pools[group].resize(total)
+        groups = (replace(spec, pages=pool.total) for spec, pool in zip(self.memory.groups, self.pools))
+        self.memory = replace(self.memory, groups=tuple(groups))
+
     # -- books -------------------------------------------------------------------------------------------
 
     def check(self) -> None:

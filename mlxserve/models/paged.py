@@ -155,6 +155,12 @@ class PagedModel:
             if store.page_count < pages:
                 store.grow(pages)
 
+    def cut(self, group: int, pages: int) -> None:
+        """Give back the memory of page ids from `pages` on."""
+        for store in self._pages_of(group):
+            if store.page_count > pages:
+                store.cut(pages)
+
     def reserve_states(self, slots: int) -> None:
         """Make room for state slots below `slots`."""
         for store in self.stores:
