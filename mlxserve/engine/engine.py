@@ -411,7 +411,7 @@ class Engine:
             notes.append(f"The cache stays in 16 bits: {self.loaded.name} is not paged.")
         if self.config.cache_dir is not None and not self.can_persist:
             notes.append(
-                "Nothing is kept on disk: the model's recurrent state or its own cache has no pages."
+                "Nothing is kept on disk: the model's own cache has no pages, or prefixes are not cached."
             )
         if self.kept_whole and self.config.kv_bits != 16:
             notes.append(
@@ -434,12 +434,13 @@ class Engine:
             BLOCK_PAGES * self.config.page_size,
         )
         assert isinstance(self.runner.model, PagedModel)
+        self.scheduler.block_tokens = disk.block_tokens
         return Persistence(disk, self.scheduler, self.runner.model)
 
     @property
     def can_persist(self) -> bool:
-        """Prefixes can go to disk where they lie in pages alone."""
-        return self.config.prefix_cache and bool(self.memory.groups) and not self.memory.state_slots
+        """Prefixes can go to disk where they lie in pages and slots of state."""
+        return self.config.prefix_cache and bool(self.memory.groups or self.memory.state_slots)
 
     def close(self) -> None:
         """Write what is still to go to disk."""
