@@ -12,11 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from mlxserve import display
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
+from mlxserve.engine.pageview import PageTables, page_tables
 from mlxserve.engine.worker import Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
+from mlxserve.models.memory import show_bytes
+from mlxserve.models.progress import count_bar
 from mlxserve.models.resolve import ModelFiles, resolve
 from mlxserve.request import Delta, FinishReason, Metrics, Output, Request, SamplingParams, TokenLogprob
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -100,6 +104,10 @@ class LLM:
         """Figures of the engine, see `Engine.stats`."""
         return self._worker.call(lambda engine: engine.stats()).result()
 
+    def page_tables(self) -> PageTables:
+        """Which pages the sequences that run now have; of the first group of layers."""
+        return self._worker.call(lambda engine: page_tables(engine.scheduler)).result()
+
     def peak_memory_bytes(self) -> int:
         """The most memory MLX has held at once."""
         return int(self.stats()["peak_bytes"])
@@ -111,11 +119,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int], None] | bool | None = None,
     ) -> list[Output]:
         """Complete each prompt (text, or token ids), all in one batch; answers in the order of the prompts.
 
-        params: one for all, or one each; None takes the model's defaults. progress: told (finished, all).
+        params: one for all, or one each; None takes the model's defaults. progress: told (finished, all);
+        True draws a bar, in a terminal or a notebook.
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         requests = [
@@ -134,7 +143,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[int, int], None] | bool | None = None,
     ) -> list[Output]:
         """Answer one conversation, or several in one batch, through the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -179,6 +188,22 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, context={self.context})"
 
+    def _repr_html_(self) -> str:
+        stats = self.stats()
+        held = f"{show_bytes(stats['kv_bytes'])}, {show_bytes(stats['kv_limit_bytes'])} at most"
+        pages = (
+            f"{stats['pages_total']}, {stats['pages_free']} free, {stats['pages_cached']} kept for prefixes"
+        )
+        rows = [
+            ("context", f"{self.context:,} tokens"),
+            ("weights", show_bytes(stats["weight_bytes"])),
+            ("keys and values", held),
+            ("pages", pages),
+            ("a step runs as", stats["way"]),
+            ("answers so far", f"{stats['finished']}, {stats['generated_tokens']:,} tokens"),
+        ]
+        return display.facts(rows, self.name)
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -210,7 +235,12 @@ class LLM:
         resolved = (params or SamplingParams()).resolved(self._engine.loaded.generation_defaults, room=room)
         return Request(f"llm-{next(_names)}", prompt, resolved)
 
-    def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
+    def _run(
+        self, requests: list[Request], progress: Callable[[int, int], None] | bool | None
+    ) -> list[Output]:
+        if progress is True:
+            with count_bar("answers", len(requests)) as bar:
+                return self._run(requests, bar)
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
         collected = [_Collected() for _ in requests]
         try:
@@ -224,7 +254,7 @@ class LLM:
                 collected[index].add(news)
                 if news.finish_reason is not None:
                     finished += 1
-                    if progress is not None:
+                    if progress:
                         progress(finished, len(requests))
         except BaseException:
             for request in requests:
