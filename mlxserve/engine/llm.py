@@ -20,7 +20,6 @@ from mlxserve.engine.worker import Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
 from mlxserve.models.memory import show_bytes
-from mlxserve.models.progress import count_bar
 from mlxserve.models.resolve import ModelFiles, resolve
 from mlxserve.request import Collected, Delta, Output, Request, SamplingParams
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -119,12 +118,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: Callable[[int, int], None] | bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
         """Complete each prompt (text, or token ids), all in one batch; answers in the order of the prompts.
 
-        params: one for all, or one each; None takes the model's defaults. progress: told (finished, all);
-        True draws a bar, in a terminal or a notebook.
+        params: one for all, or one each; None takes the model's defaults. progress: told (finished, all).
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         requests = [
@@ -144,7 +142,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        progress: Callable[[int, int], None] | bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
         """Answer one conversation, or several in one batch, through the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
@@ -238,12 +236,7 @@ class LLM:
         resolved = (params or SamplingParams()).resolved(self._engine.loaded.generation_defaults, room=room)
         return Request(f"llm-{next(_names)}", prompt, resolved, continues=continues)
 
-    def _run(
-        self, requests: list[Request], progress: Callable[[int, int], None] | bool | None
-    ) -> list[Output]:
-        if progress is True:
-            with count_bar("answers", len(requests)) as bar:
-                return self._run(requests, bar)
+    def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
         collected = [Collected() for _ in requests]
         try:
@@ -257,7 +250,7 @@ class LLM:
                 collected[index].add(news)
                 if news.finish_reason is not None:
                     finished += 1
-                    if progress:
+                    if progress is not None:
                         progress(finished, len(requests))
         except BaseException:
             for request in requests:

@@ -9,6 +9,7 @@ import pytest
 
 from mlxserve.engine.llm import LLM
 from mlxserve.engine.pageview import PageTables, Row
+from mlxserve.models.progress import count_bar
 from mlxserve.request import SamplingParams
 from tests.test_display import Reader
 
@@ -70,9 +71,12 @@ def test_a_bar_counts_answers(
 ) -> None:
     """Drawn where a terminal or a notebook watches, and nowhere else."""
     few = SamplingParams(max_tokens=2, temperature=0)
-    outputs = llm.generate([PREFIX, PREFIX[:5]], few, progress=True)
-    assert len(outputs) == 2 and capsys.readouterr() == ("", "")
+    prompts = [PREFIX, PREFIX[:5]]
+    with count_bar("answers", 2) as bar:
+        llm.generate(prompts, few, progress=bar)
+    assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    llm.generate([PREFIX, PREFIX[:5]], few, progress=True)
+    with count_bar("answers", 2) as bar:
+        llm.generate(prompts, few, progress=bar)
     assert "2/2" in capsys.readouterr().err
