@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.batch import Admission, Batch, Segment
-from mlxserve.errors import EngineStopped
+from mlxserve.errors import DoesNotFit, EngineStopped, MlxServeError
 from mlxserve.request import SamplingParams, TokenLogprob
 
 DIGEST_BYTES = 8
@@ -221,7 +221,9 @@ _decode_tokens = msgspec.msgpack.Decoder(_Tokens).decode
 
 def encode_masks(masks: Mapping[int, np.ndarray]) -> bytes:
     """Packed bits of allowed tokens, uint32 (words,) a slot."""
-    return _encoder.encode({slot: np.ascontiguousarray(mask, np.uint32).tobytes() for slot, mask in masks.items()})
+    return _encoder.encode(
+        {slot: np.ascontiguousarray(mask, np.uint32).tobytes() for slot, mask in masks.items()}
+    )
 
 
 def decode_masks(body: bytes | bytearray) -> dict[int, np.ndarray]:
@@ -256,19 +258,15 @@ _SHARED = ("page_size", "max_sequences", "step_tokens", "kv_bits", "kv_group_siz
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How every rank runs: the way of models/paged.py, the context, the engine's settings.
-
-    gathered_bytes: sums of so many bytes or fewer are gathered and added locally (collective.py).
-    """
+    """How every rank runs: the way of models/paged.py, the context, the engine's settings."""
 
     way: str
     context: int
     settings: dict[str, int | None]
-    gathered_bytes: int = 0
 
     @classmethod
-    def of(cls, way: str, context: int, config: EngineConfig, gathered_bytes: int) -> Start:
-        return cls(way, context, {name: getattr(config, name) for name in _SHARED}, gathered_bytes)
+    def of(cls, way: str, context: int, config: EngineConfig) -> Start:
+        return cls(way, context, {name: getattr(config, name) for name in _SHARED})
 
     @property
     def config(self) -> EngineConfig:
@@ -287,8 +285,8 @@ class Room:
         return Room(tuple(map(min, self.pages, other.pages)), min(self.state_slots, other.state_slots))
 
 
-def encode_plain(value: Start | Room | list[int]) -> bytes:
-    """Objects of the start, and token ids to embed."""
+def encode_plain(value: object) -> bytes:
+    """Objects of the start, token ids to embed, the numbers of an embedding."""
     return _encoder.encode(value)
 
 
@@ -304,10 +302,22 @@ def decode_ids(body: bytes | bytearray) -> list[int]:
     return msgspec.msgpack.decode(body, type=list[int])
 
 
+# -- embeddings and failures ---------------------------------------------------------------------------------
+
+
+def decode_vector(body: bytes | bytearray) -> list[float]:
+    return msgspec.msgpack.decode(body, type=list[float])
+
+
 def encode_error(error: BaseException) -> bytes:
-    """A failure as its class's name and its sentence."""
-    return _encoder.encode((type(error).__name__, str(error)))
+    """A failure as its class's name, its sentence and, where memory was short, both numbers."""
+    needed, available = getattr(error, "needed_bytes", 0), getattr(error, "available_bytes", 0)
+    return _encoder.encode((type(error).__name__, str(error), needed, available))
 
 
-def decode_error(body: bytes | bytearray) -> tuple[str, str]:
-    return msgspec.msgpack.decode(body, type=tuple[str, str])
+def decode_error(body: bytes | bytearray, rank: int) -> MlxServeError:
+    """The failure of `rank`, as an error to raise here: DoesNotFit where memory was short, else EngineStopped."""
+    name, sentence, needed, available = msgspec.msgpack.decode(body, type=tuple[str, str, int, int])
+    if name == DoesNotFit.__name__:
+        return DoesNotFit(f"Rank {rank}: {sentence}", needed_bytes=needed, available_bytes=available)
+    return EngineStopped(f"Rank {rank} failed ({name}: {sentence}).")

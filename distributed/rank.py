@@ -32,6 +32,8 @@ class RankContext:
 
     group: MLX's group of all ranks, for a tensor split. control: to rank 0 (None on rank 0 itself).
     followers: on rank 0, to ranks 1, 2, …. before, after: to the neighbouring stages of a pipeline.
+    sharing: ranks on this host, which share its memory. patience_s: how long rank 0 waits for the tokens of a
+    pipeline's step; None where a supervisor watches instead.
     on_step: called with the number of each step that is complete on this rank, from any thread.
     on_fault: called on rank 0, from any thread, with a rank and a sentence when that rank fails or leaves.
     """
@@ -43,6 +45,8 @@ class RankContext:
     followers: Sequence[Channel] = ()
     before: Channel | None = None
     after: Channel | None = None
+    sharing: int = 1
+    patience_s: float | None = None
     on_step: Callable[[int], None] = field(default=_nothing)
     on_fault: Callable[[int, str], None] = field(default=_nothing)
 
