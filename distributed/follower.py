@@ -33,7 +33,7 @@ from mlxserve.distributed.frames import (
     encode_plain,
     encode_tokens,
 )
-from mlxserve.distributed.handover import Outbox, Part, unpack
+from mlxserve.distributed.handover import Outbox, Part, placeholders, unpack
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
 from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
@@ -105,6 +105,8 @@ class Follower:
     def _room(self, start: Start) -> Room:
         if start.way == SOLO:
             return Room((), 0)
+        if self._stage is not None:
+            self._stage.hand_in(placeholders(start.handed))
         sizes = measure(self._loaded.model, start.way, start.config)
         free = (machine_budget() - mx.get_active_memory()) // self._context.sharing
         memory = plan_memory(sizes, start.config, start.context, free)

@@ -258,15 +258,21 @@ _SHARED = ("page_size", "max_sequences", "step_tokens", "kv_bits", "kv_group_siz
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How every rank runs: the way of models/paged.py, the context, the engine's settings."""
+    """How every rank runs: the way of models/paged.py, the context, the engine's settings.
+
+    handed: dtype and shape of the arrays that a pipeline's stage hands on for one token.
+    """
 
     way: str
     context: int
     settings: dict[str, int | None]
+    handed: list[tuple[str, list[int]]]
 
     @classmethod
-    def of(cls, way: str, context: int, config: EngineConfig) -> Start:
-        return cls(way, context, {name: getattr(config, name) for name in _SHARED})
+    def of(
+        cls, way: str, context: int, config: EngineConfig, handed: list[tuple[str, list[int]]] | None = None
+    ) -> Start:
+        return cls(way, context, {name: getattr(config, name) for name in _SHARED}, handed or [])
 
     @property
     def config(self) -> EngineConfig:

@@ -42,7 +42,7 @@ from mlxserve.distributed.frames import (
     encode_masks,
     encode_plain,
 )
-from mlxserve.distributed.handover import Outbox, Part
+from mlxserve.distributed.handover import Outbox, Part, form_of
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
 from mlxserve.engine.batch import Batch
@@ -100,7 +100,9 @@ class LeadingRanks:
 
     def agree(self, way: str, context: int, config: EngineConfig, limits: Limits) -> Limits:
         """What all ranks have room for. Raises what a rank answers instead."""
-        room = self.crew.agree(Start.of(way, context, config), Room(limits.pages, limits.state_slots))
+        handed = form_of(self.stage.hand_out()) if self.stage is not None else []
+        start = Start.of(way, context, config, handed)  # handed out while the engine measured its pages
+        room = self.crew.agree(start, Room(limits.pages, limits.state_slots))
         return Limits(room.pages, room.state_slots)
 
     def make_runner(
