@@ -34,13 +34,22 @@ class Entry(NamedTuple):
 COMMANDS = {
     "generate": Entry("mlxserve.cli.generate", "generate", "Write text for one or many prompts."),
     "chat": Entry("mlxserve.cli.chat", "chat", "Hold a conversation in the terminal."),
+    "lora": Entry(
+        "mlxserve.cli.lora",
+        "lora",
+        "Fine-tune models: LoRA, QLoRA, DoRA and full; evaluate, fuse and exchange adapters.",
+    ),
     "serve": Entry("mlxserve.cli.serve", "serve", "Serve models over HTTP."),
     "service": Entry(
         "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
     ),
+    "bench": Entry("mlxserve.cli.bench", "bench", "Measure a model here, or any OpenAI endpoint."),
     "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
+    "completion": Entry(
+        "mlxserve.cli.completion", "completion", "Print a script that lets Tab complete in a shell."
+    ),
 }
 
 

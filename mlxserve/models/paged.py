@@ -364,7 +364,7 @@ def _dispatching(original: Any) -> Any:
         mask: Any,
         sinks: Any = None,
     ) -> mx.array:
-        if isinstance(cache, LayerPages) and cache.rows:
+        if getattr(cache, "rows", False) is True:  # pages, or the trainer's packed rows
             return cache.attend(queries, scale, sinks)
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
