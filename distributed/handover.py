@@ -16,12 +16,15 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
+
+from mlxserve.errors import EngineStopped
 
 Calls = list[list[mx.array]]
 _HEAD_LENGTH = struct.Struct("<I")
@@ -143,6 +146,12 @@ class Outbox:
         """Do what is still waiting, and end."""
         self._work.put(None)
         self._thread.join()
+
+    def abandon(self) -> None:
+        """End without waiting: what has not been sent may never be there."""
+        self._error = self._error or EngineStopped("This rank has stopped.")
+        with suppress(queue.Full):
+            self._work.put_nowait(None)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:

@@ -32,6 +32,7 @@ class Case:
     rounds: Sequence[Sequence[dict[str, Any]]]
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batches: int | None = None
+    gathered_bytes: int | None = None
 
 
 def serve(split: str, cases: Sequence[Case], deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:

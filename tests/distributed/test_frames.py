@@ -185,6 +185,8 @@ def test_failures_keep_their_meaning() -> None:
     no_room = decode_error(encode_error(DoesNotFit("Too large.", needed_bytes=9, available_bytes=5)), 2)
     assert isinstance(no_room, DoesNotFit) and str(no_room) == "Rank 2: Too large."
     assert (no_room.needed_bytes, no_room.available_bytes) == (9, 5)
+    apart = decode_error(encode_error(Diverged("Rank 1 and rank 0 differ.", rank=1)), 1)
+    assert isinstance(apart, Diverged) and apart.rank == 1
     other = decode_error(encode_error(ValueError("bad shape")), 1)
     assert isinstance(other, EngineStopped) and str(other) == "Rank 1 failed (ValueError: bad shape)."
 

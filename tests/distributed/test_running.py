@@ -52,9 +52,9 @@ def case(
     folder: Path, kind: str, asked: Sequence[Any], model: dict[str, Any] | None = None, **more: Any
 ) -> Case:
     """A case on a tiny model of `kind`."""
-    micro_batches = more.pop("micro_batches", None)
+    apart = {name: more.pop(name) for name in ("micro_batches", "gathered_bytes") if name in more}
     written = tiny.write(folder / f"{kind}-{len(list(folder.iterdir()))}", kind, **(model or {}))
-    return Case(str(written), asked, {**SETTINGS, **more}, micro_batches)
+    return Case(str(written), asked, {**SETTINGS, **more}, **apart)
 
 
 def alone(asked: Case) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def test_two_ranks_by_tensors(tmp_path: Path) -> None:
     """Everything on a llama; a sliding window; experts with packed keys and values; too few pages."""
     full = rounds()
     cases = [
-        case(tmp_path, "llama", full),
-        case(tmp_path, "gpt_oss", full[:2]),
+        case(tmp_path, "llama", full, gathered_bytes=1 << 20),
+        case(tmp_path, "gpt_oss", full[1:2]),
         case(tmp_path, "qwen3_moe", full[:1], {"head_dim": 32}, kv_bits=8),
-        case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000, overlap=False),
+        case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000, overlap=False, gathered_bytes=0),
     ]
     found = serve("tensor:2", cases)
     expected = same_answers(found, cases)
@@ -103,5 +103,6 @@ def test_two_ranks_by_tensors(tmp_path: Path) -> None:
 
 
 def test_four_ranks_by_tensors(tmp_path: Path) -> None:
-    cases = [case(tmp_path, "llama", rounds(), {"num_key_value_heads": 4})]
+    model = {"num_key_value_heads": 4}
+    cases = [case(tmp_path, "llama", rounds()[:4], model, gathered_bytes=n) for n in (2048, None)]
     same_answers(serve("tensor:4", cases), cases)

@@ -34,6 +34,7 @@ def carry_out(case: dict[str, Any], split_text: str, rank: int) -> dict[str, Any
     addresses = [(host, port) for host, port in case["addresses"]]
     context = join(rank, split, addresses, os.environ["MLXSERVE_TOKEN"].encode(), timeout_s=30.0)
     context.patience_s = 30.0
+    context.gathered_bytes = case["gathered_bytes"]
     done: list[int] = []
     context.on_step = done.append
     stage = _part(context, loaded)
