@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"bench", "engine", "blas", ""},
     "server": {"server", "engine", "text", "models", ""},
     "lora": MLX | {"lora", "models", "text", "kernels_metal"},
-    "distributed": MLX | MLX_LM | {"distributed", "models", "text", "engine", "cache", "kernels_metal"},
+    "distributed": MLX | MLX_LM | {"", "distributed", "models", "text", "engine", "cache", "kernels_metal"},
     "cli": MLX
     | {
         "cli",
