@@ -66,7 +66,6 @@ SAMPLES = [
     sampled("test_kernel_draws", mx.float16, 3, "reverse", 1025),
     sampled("test_kernel_draws", mx.float32, 9, "rotating", 3001),
     sampled("test_kernel_searches_any_logits", 1 + np.arange(1300) * 2.0**-23),
-    sampled("test_kernel_searches_any_logits", np.zeros(1300)),
     sampled("test_kernel_searches_any_logits", -np.geomspace(1e-30, 1e3, 1300)),
 ]
 
