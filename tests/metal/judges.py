@@ -1,4 +1,7 @@
-"""Which tests judge the mutants of which kernel file: a few small runs that together reach all its text."""
+"""Which tests judge the mutants of which kernel file: a few small runs that together reach all its text.
+
+The paged attention kernels have judges of their own, beside their tests: tests/kernels_metal/test_paged_mutants.py.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,6 @@ def sampled(name: str, *arguments: Any) -> Test:
     return call("test_sample", name, *arguments)
 
 
-def paged(name: str) -> Test:
-    return call("test_paged_mutants", name)
-
-
 # Three threadgroups or more along each axis, the last one partly filled.
 GATHERED_VECTOR = [blocks("test_gathered_matrix_vector", mx.float16, 3, "reverse", 21)]
 GATHERED_MATRIX = [blocks("test_gathered_matrix_matrix", "Q4_K", mx.float16, "reverse", 140)]
@@ -61,7 +60,6 @@ DOWN = [
     mixture("test_down", 4, mx.float16, 3, "reverse", 21),
     mixture("test_down", "Q4_K", mx.float32, 1, "forward"),
 ]
-PAGED = [paged("decode_runs"), paged("prefill_runs")]
 SAMPLES = [
     sampled("test_kernel_draws", mx.float16, 3, "reverse", 1025),
     sampled("test_kernel_draws", mx.float32, 9, "rotating", 3001),
@@ -90,11 +88,6 @@ JUDGES: dict[str, list[Test]] = {
     "activations.metal": GATE_UP,
     "moe_gate_up.metal": GATE_UP,
     "moe_down.metal": DOWN,
-    "pages.metal": PAGED,
-    "attention.metal": PAGED,
-    "paged_decode.metal": [paged("decode_runs")],
-    "paged_prefill.metal": [paged("prefill_runs")],
-    "paged_reduce.metal": [paged("reduce_runs")],
     "ranking.metal": SAMPLES,
     "sample.metal": SAMPLES,
 }
