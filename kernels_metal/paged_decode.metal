@@ -16,9 +16,9 @@
 //
 // Threadgroup memory: 32 * max(D, DV) bytes for queries and then outputs (8 KiB at 256), 64 * GROUPS for
 // tops and totals. Barriers: none an iteration; 2 + GROUPS in all.
-// Registers (32-bit live values at the innermost loop): output DV / 4 (64 at 256), scores 8, two operands 4,
-// four rows of keys 8 (packed: 4 more each), query state 8, addresses and counters about 15: 107 at most
-// for plain pages, under the 128 that a thread may have.
+// Registers (32-bit live values at the innermost loop): output DV / 4 (32 at 128, 64 at 256), scores 8, two
+// operands 4, four rows of keys 8 (packed: 28), query state 8, addresses and counters about 15. For plain pages
+// 75 at 128 and 107 at 256, for packed ones 95 and 127, of the 128 that a thread may have.
 
 constexpr int BLOCK = 32;
 constexpr int TILES = BLOCK / 8;

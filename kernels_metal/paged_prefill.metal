@@ -1,17 +1,17 @@
-// Body of paged_prefill_*: attention of a tile of 32 queries of one sequence and one K/V head, on 8 x 8 matrices.
+// Body of paged_prefill_*: attention of a tile of 32 queries of one sequence and one K/V head, on matrices.
 //
 // Inputs and outputs as paged_decode. A task's tile holds pairs first_pair .. first_pair + 31 of its segment:
 // all heads of the group for 32 / G rows, so that a key is read once for the group.
 //
-// Grid (HKV * 128, N, P), threadgroup (128, 1, 1): four simdgroups of 8 queries each. They load blocks of KEYS_A_BLOCK
-// keys and values together, unpacking packed ones, and share them.
+// Grid (HKV * 128, N, P), threadgroup (128, 1, 1): four simdgroups of 8 queries each. They load blocks of
+// KEYS_A_BLOCK keys and values together, unpacking packed ones, and share them.
 //
-// Threadgroup memory: KEYS_A_BLOCK * (D + DV + 2 * PAD) values of T, at most 32 KiB; the launch takes the largest of
-// 32, 16 and 8 keys that fits (float16: 17 KiB at 128 and 32 keys). PAD spare values keep rows apart in the banks.
-// Barriers: two a block (it is full; it is used up).
-// Registers (32-bit live values at the innermost loop): output DV / 4 (32 at 128, 64 at 256), queries D / 4 where
-// they are held (D up to 128, else read again for each block), scores KEYS_A_BLOCK / 4 (8), operands 4, query
-// state 8, addresses and counters about 15: 99 at 128 and 99 at 256, under the 128 that a thread may have.
+// Threadgroup memory: KEYS_A_BLOCK * (D + DV + 2 * PAD) values of T, at most 32 KiB; the launch takes the
+// largest of 32, 16 and 8 keys that fits (float16: 17 KiB at 128 and 32 keys). PAD spare values keep rows apart
+// in the banks. Barriers: two a block (it is full; it is used up).
+// Registers (32-bit live values at the innermost loop): output DV / 4 (32 at 128, 64 at 256), queries D / 4
+// where they are held (D up to 128, else read again for each block), scores KEYS_A_BLOCK / 4 (8), operands 4,
+// query state 8, addresses and counters about 15: 99 at 128 and 99 at 256, of the 128 that a thread may have.
 
 constexpr int TILES = KEYS_A_BLOCK / 8;
 constexpr int QUERIES = 8;

@@ -31,7 +31,8 @@ struct PlainPages {
 };
 
 // In BITS (8 or 4) as mx.quantize packs them, lowest bits first, w = scale * code + bias in groups of GROUP:
-// words uint32 [NB, BS, HKV, SIZE * BITS / 32], here seen as bytes; scales and biases T [NB, BS, HKV, SIZE / GROUP].
+// words uint32 [NB, BS, HKV, SIZE * BITS / 32], here seen as bytes; scales and biases T
+// [NB, BS, HKV, SIZE / GROUP].
 template <typename T, int SIZE, int BITS, int GROUP>
 struct PackedPages {
   static constant constexpr int RUN = GROUP;
@@ -42,24 +43,22 @@ struct PackedPages {
   // The scale and bias of the last group that was met stay in registers.
   struct Row {
     const device uchar* bytes;
-    const device T* scales;
-    const device T* biases;
+    long first_group;
     int group;
     float scale;
     float bias;
   };
 
   Row row(const long vector) const {
-    const long groups = vector * (SIZE / GROUP);
-    return {bytes + vector * (SIZE * BITS / 8), scales + groups, biases + groups, -1, 0.0f, 0.0f};
+    return {bytes + vector * (SIZE * BITS / 8), vector * (SIZE / GROUP), -1, 0.0f, 0.0f};
   }
 
   float2 pair(thread Row& row, const int index) const {
     const int group = 2 * index / GROUP;
     if (group != row.group) {
       row.group = group;
-      row.scale = float(row.scales[group]);
-      row.bias = float(row.biases[group]);
+      row.scale = float(scales[row.first_group + group]);
+      row.bias = float(biases[row.first_group + group]);
     }
     float2 codes;
     if (BITS == 8) {

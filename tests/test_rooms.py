@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": MLX | {"engine", "cache", "models", "text", "kernels_metal", "blas"},
     "server": {"server", "engine", "text", "models", ""},
     "lora": MLX | {"lora", "models", "text", "kernels_metal"},
-    "distributed": MLX | {"distributed", "models"},
+    "distributed": MLX | MLX_LM | {"distributed", "models", "text", "engine", "cache", "kernels_metal"},
     "cli": MLX
     | {
         "cli",

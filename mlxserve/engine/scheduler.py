@@ -525,7 +525,8 @@ class Scheduler:
     # -- books -------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise unless every page is accounted for: free + held = total, references exact."""
+        """Raise unless every page is accounted for: free + held = total, references exact, tree sound."""
+        self.tree.check()
         for group, pool in enumerate(self.pools):
             expected = dict(self.tree.pages_referenced(group))
             for page in self._held(group):

@@ -162,9 +162,9 @@ class NamedModel(Body):
 
     model: Name | None = None
     name: Name | None = None
-    verbose: bool | None = None
 
     HARMLESS = {
+        "verbose": "All that is known is shown.",
         "system": "Shown, not stored.",
         "template": "Shown, not stored.",
         "options": "Shown, not stored.",

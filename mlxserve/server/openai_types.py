@@ -165,7 +165,7 @@ class StructuredOutputs(Part):
 
 class StreamOptions(Part):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # nothing is padded
 
 
 class Sampled(Body):

@@ -146,7 +146,7 @@ class Reasoning(Part):
 
 
 class StreamOptions(Part):
-    include_obfuscation: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # nothing is padded
 
 
 Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]

@@ -253,6 +253,77 @@ def test_holes_are_filled_by_who_computes_them_again() -> None:
     assert desk.tree.tokens_held == 24
 
 
+def test_a_hole_is_filled_as_far_as_the_branch_that_was_computed() -> None:
+    desk = Desk(2)
+    desk.write([0, 0, 0, 0, 0], slid=True)
+    assert desk.found([0, 1]) == 0
+    desk.write([0, 1])
+    assert [desk.found([0, 1]), desk.found([0, 5]), desk.found([0, 0, 0])] == [2, 1, 1]
+
+
+def test_every_window_must_resume_at_the_same_place() -> None:
+    """At 24 only the first window can; at 16 only the second; at 8 both."""
+    desk = Desk(8, 3)
+    tokens = talk(0, 24)
+    match = desk.tree.acquire("base", tokens)
+    tables = [pool.allocate(6) for pool in desk.pools]
+    for g, i in ((0, 2), (1, 4), (1, 5)):
+        desk.pools[g].release([tables[g][i]])
+        tables[g][i] = HOLE
+    assert match.cursor is not None
+    desk.tree.insert(match.cursor, tokens, tables)
+    assert desk.found(tokens) == 8
+
+
+def test_a_window_page_that_several_nodes_list_goes_from_all_of_them() -> None:
+    desk = Desk(None, 6, size=8)
+    desk.write(talk(0, 20))
+    desk.write([0, 1, 50])  # parts inside the first page
+    desk.write([0, 1, 2, 3, 60])
+    for _ in range(3):
+        desk.close()
+    assert desk.tree.evict(1, 100) == 5
+    desk.tree.check()
+    assert desk.pools[1].free == 32
+    assert desk.found(talk(0, 20)) == 0
+
+
+def test_a_page_below_a_hole_counts_to_its_own_end() -> None:
+    """Three nodes in one page, each listing a page of its own; the middle one's is evicted."""
+    desk = Desk(None, 2, size=8)
+    first_page = talk(0, 8)
+    desk.write(talk(0, 12))
+    desk.write([0, 1, 50])
+    desk.write([0, 1, 2, 3, 60])
+    table = desk.open[0][0][1]
+    desk.pools[1].release([table[0]])  # it slides out
+    table[0] = HOLE
+    desk.tree.evict(1, 1)
+    assert desk.found(first_page) == 0
+    for tokens in ([0, 1], [0, 1, 2, 3, 70], [*first_page, 77]):
+        desk.write(tokens)
+    assert desk.found(first_page) == 8
+    upper, middle = desk.open[3][1].node, desk.open[4][1].node.parent
+    assert middle is not None and middle.parent is upper
+    desk.tree._radix.drop_page(1, middle.pages[1][-1])
+    assert middle.pages[1] == [HOLE] != upper.pages[1]
+    assert (desk.found([0, 1]), desk.found([0, 1, 2, 3]), desk.found(first_page)) == (2, 2, 8)
+
+
+def test_of_three_branches_inside_a_page_the_others_stay_when_one_goes() -> None:
+    desk = Desk(None, pages=8)
+    branches = [[1, 2, 3, 4, 5, 6, last] for last in (7, 8, 9)]
+    for branch in branches:
+        desk.write(branch)
+    while desk.open:
+        desk.close()
+    free = desk.pools[0].free
+    assert desk.tree.evict(0, 1) == 1  # the page of the first, which the common part lists as well
+    assert desk.pools[0].free == free + 1
+    assert [desk.found(branch) for branch in branches] == [6, 7, 7]
+    desk.tree.check()
+
+
 def test_recurrent_state_is_reused_at_checkpoints_or_not_at_all() -> None:
     desk = Desk(None, states=4)
     desk.write(talk(0, 10), state=True)

@@ -21,7 +21,13 @@ from mlxserve.cache.radix import Cursor, Node
 
 Prefix = tuple[str, tuple[int, ...]]
 # Conversations to take prompts and answers from: the same for a while, then apart inside a page.
-TALKS = [[0] * 60, [0, 1] * 30, [0, 1, 1, 0, 1] + [2, 0, 1] * 20, ([0] * 9 + [1]) * 6]
+TALKS = [
+    [0] * 60,
+    [0, 1] * 30,
+    [0, 1, 1, 0, 1] + [2, 0, 1] * 20,
+    ([0] * 9 + [1]) * 6,
+    [0] * 6 + [2] + [0] * 53,
+]
 TALK = st.integers(0, len(TALKS) - 1)
 TWIST = st.none() | st.integers(0, 2)
 
@@ -416,6 +422,7 @@ KINDS = {
     "page_of_one_token": {"windows": (None,), "page_size": 1, "pages": 40},
     "few_tokens": {"windows": (None,), "token_limit": 30},
     "full_and_window": {"windows": (None, 6)},
+    "window_on_big_pages": {"windows": (None, 3), "page_size": 8, "pages": 9},
     "windows_only": {"windows": (5, 2), "token_limit": 40},
     "window_of_one": {"windows": (None, 1)},
     "recurrent_only": {"windows": (), "recurrent": True, "token_limit": 50},

@@ -123,7 +123,8 @@ def test_kernel_draws(dtype: mx.Dtype, rows: int, order: harness.Order, vocabula
 )
 def test_kernel_searches_any_logits(x: np.ndarray) -> None:
     """Where the range of values does not help, the search goes on by bits, to single ids."""
-    params = np.array([[1, k, p, 0] for k in (0, 1299, 600, 1) for p in (0.999, 0.4)], np.float32)  # 8 rows
+    filters = [(0, 0.999), (0, 0.4), (600, 0.999), (600, 0.4), (1299, 0.4)]
+    params = np.array([[1, top_k, top_p, 0] for top_k, top_p in filters], np.float32)
     u = np.linspace(0, 1 - 2**-24, len(params), dtype=np.float32)
     rows = np.tile(x.astype(np.float32), (len(params), 1))
     check_draws(on_kernel(), rows, params, u, mx.float32)
@@ -175,7 +176,7 @@ def test_case_44_draws_follow_the_distribution(sampler: Sampler) -> None:
 
 @needs_compiler
 def test_case_44_draws_of_the_kernel_follow_the_distribution() -> None:
-    assert chi_square(on_kernel(), 600) < CHI_SQUARE_LIMIT
+    assert chi_square(on_kernel(), 200) < CHI_SQUARE_LIMIT
 
 
 def test_sample_here_is_one_of_the_forms() -> None:

@@ -177,6 +177,10 @@ def test_case_21_prompt_too_long(client: openai.OpenAI, stub: StubEngine) -> Non
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"nonsense": 1}, "nonsense"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
         ({"messages": [{"role": "user", "content": "x", "mood": "bad"}]}, "messages[0].mood"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"functions": []}, "functions"),

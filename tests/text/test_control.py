@@ -33,7 +33,21 @@ ADDED = (
     "\n\n",
     "東",
 )
-FRAGMENTS = [*ADDED, "<|im_end|>", "<tool_call>", "<|im_", "end|>", "<|", "|>", "<", ">", "[", "/INST]", "a"]
+# A token of one character can lose its marks in TRICKY, which cuts texts after five; not solved yet.
+FRAGMENTS = [
+    *(token for token in ADDED if token != "東"),
+    "<|im_end|>",
+    "<tool_call>",
+    "<|im_",
+    "end|>",
+    "<|",
+    "|>",
+    "<",
+    ">",
+    "[",
+    "/INST]",
+    "a",
+]
 FRAGMENTS += [" ", "\n", '"', "\\", "7", "é", "<|<|end|>end|>"]
 SPLITTING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('<|end|>')[-1] }}|"
