@@ -10,10 +10,10 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test lint types check bench soak clean help
+.PHONY: demo test test-peft lint types check bench docs notebooks soak clean help
 
 help:            ## this text
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 $(VENV)/python:  
 	@./scripts/make-venv $(VENV)
@@ -56,11 +56,18 @@ soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, e
 	MLXSERVE_SOAK=2000 MLXSERVE_ALL_MUTANTS=1 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutants.py \
 		tests/kernels_metal/test_paged_mutants.py
 
-bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tables of BENCHMARKS.md
-	PYTHONPATH=. $(BIN)/python benchmarks/generate.py
-	PYTHONPATH=. $(BIN)/python benchmarks/serving.py
-	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
-	PYTHONPATH=. $(BIN)/python benchmarks/http_streams.py
+test-peft: $(VENV)/tested ## adapters against PEFT's own forward pass (installs PyTorch)
+	$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)$(COMMA)test-peft]"
+	MLXSERVE_REQUIRE_PEFT=1 $(BIN)/pytest tests/lora/test_peft.py
+
+bench: $(VENV)/tested $(VENV)/model ## everything side by side with mlx-lm; writes the tables of BENCHMARKS.md
+	PYTHONPATH=. $(BIN)/python -m benchmarks.all
+
+docs: $(VENV)/installed ## write docs/commands/ anew from the commands' own help
+	$(BIN)/python scripts/make_docs.py
+
+notebooks: $(VENV)/tested $(VENV)/model ## run the notebooks anew and keep their outputs
+	$(BIN)/python scripts/run_notebooks.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from mlxserve import display
 from mlxserve.config import SAMPLING_DEFAULTS
 from mlxserve.errors import UsageError
 
@@ -152,7 +153,8 @@ class Request:
 
     `id` is unique in an engine. `client` is whom fairness counts. `params` are resolved settings.
     `adapter` names a LoRA adapter loaded on the base model, None the base itself. `deadline_s`: seconds
-    after arrival when an unfinished request is given up.
+    after arrival when an unfinished request is given up. `continues`: the answer goes on from the prompt's
+    text, as a raw completion does, so that a space it begins with is part of it.
     """
 
     id: str
@@ -162,6 +164,7 @@ class Request:
     client: str = ""
     adapter: str | None = None
     deadline_s: float | None = None
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +195,20 @@ class Metrics:
         elapsed_s = self.total_s - self.time_to_first_token_s
         return (self.completion_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
+    def in_words(self) -> list[str]:
+        """The figures for people, one part each: tokens in and out, time to the first, tokens a second."""
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        parts = [f"{self.prompt_tokens} tokens in{cached}, {self.completion_tokens} out"]
+        if self.time_to_first_token_s is not None:
+            parts.append(f"first after {self.time_to_first_token_s:.2f} s")
+        if self.decode_tokens_per_s is not None:
+            parts.append(f"{self.decode_tokens_per_s:.1f} tokens/s")
+        return parts
+
 
 @dataclass(slots=True)
 class Output:
-    """A finished answer. `text` has no stop string and no end-of-turn marker in it."""
+    """A finished answer. `text` has no stop string and no end-of-turn marker in it. Jupyter shows the text."""
 
     text: str
     token_ids: list[int]
@@ -204,6 +217,13 @@ class Output:
     metrics: Metrics = field(default_factory=Metrics)
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        figures = [
+            *self.metrics.in_words(),
+            *([f"ended: {self.finish_reason}"] if self.finish_reason else []),
+        ]
+        return display.text(self.text) + display.small(figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +239,33 @@ class Delta:
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
     stopped_by: str | None = None
+
+
+class Collected:
+    """One answer, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._reason: FinishReason | None = None
+        self._metrics = Metrics()
+
+    def add(self, delta: Delta) -> None:
+        """The next delta, in their order."""
+        self._pieces.append(delta.text)
+        self._tokens.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._reason = delta.finish_reason
+        self._metrics = delta.metrics or self._metrics
+
+    def output(self, prompt: Sequence[int] = ()) -> Output:
+        """The answer so far; `prompt` are its ids."""
+        return Output(
+            text="".join(self._pieces),
+            token_ids=self._tokens,
+            finish_reason=self._reason,
+            logprobs=self._logprobs or None,
+            metrics=self._metrics,
+            prompt_token_ids=list(prompt),
+        )

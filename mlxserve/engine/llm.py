@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from mlxserve import display
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
+from mlxserve.engine.pageview import PageTables, page_tables
 from mlxserve.engine.worker import Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
+from mlxserve.models.memory import show_bytes
 from mlxserve.models.resolve import ModelFiles, resolve
-from mlxserve.request import Delta, FinishReason, Metrics, Output, Request, SamplingParams, TokenLogprob
+from mlxserve.request import Collected, Delta, Output, Request, SamplingParams
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -100,6 +103,10 @@ class LLM:
         """Figures of the engine, see `Engine.stats`."""
         return self._worker.call(lambda engine: engine.stats()).result()
 
+    def page_tables(self) -> PageTables:
+        """Which pages the sequences that run now have; of the first group of layers."""
+        return self._worker.call(lambda engine: page_tables(engine.scheduler)).result()
+
     def peak_memory_bytes(self) -> int:
         """The most memory MLX has held at once."""
         return int(self.stats()["peak_bytes"])
@@ -119,7 +126,8 @@ class LLM:
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         requests = [
-            self._request(self._encode(p), each) for p, each in zip(listed, _each(params, len(listed)))
+            self._request(self._encode(p), each, continues=True)
+            for p, each in zip(listed, _each(params, len(listed)))
         ]
         outputs = self._run(requests, progress)
         for output, prompt in zip(outputs, listed):
@@ -147,7 +155,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the last Delta has finish_reason and metrics."""
-        return self._stream(self._request(self._encode(prompt), params))
+        return self._stream(self._request(self._encode(prompt), params, continues=True))
 
     def stream_chat(
         self,
@@ -179,6 +187,22 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, context={self.context})"
 
+    def _repr_html_(self) -> str:
+        stats = self.stats()
+        held = f"{show_bytes(stats['kv_bytes'])}, {show_bytes(stats['kv_limit_bytes'])} at most"
+        pages = (
+            f"{stats['pages_total']}, {stats['pages_free']} free, {stats['pages_cached']} kept for prefixes"
+        )
+        rows = [
+            ("context", f"{self.context:,} tokens"),
+            ("weights", show_bytes(stats["weight_bytes"])),
+            ("keys and values", held),
+            ("pages", pages),
+            ("a step runs as", stats["way"]),
+            ("answers so far", f"{stats['finished']}, {stats['generated_tokens']:,} tokens"),
+        ]
+        return display.facts(rows, self.name)
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -205,14 +229,16 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
         )
 
-    def _request(self, prompt: list[int], params: SamplingParams | None) -> Request:
+    def _request(
+        self, prompt: list[int], params: SamplingParams | None, *, continues: bool = False
+    ) -> Request:
         room = self.context - len(prompt)
         resolved = (params or SamplingParams()).resolved(self._engine.loaded.generation_defaults, room=room)
-        return Request(f"llm-{next(_names)}", prompt, resolved)
+        return Request(f"llm-{next(_names)}", prompt, resolved, continues=continues)
 
     def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
-        collected = [_Collected() for _ in requests]
+        collected = [Collected() for _ in requests]
         try:
             for index, request in enumerate(requests):
                 self._worker.submit(request, lambda news, index=index: inbox.put((index, news)))  # type: ignore[misc]
@@ -230,7 +256,7 @@ class LLM:
             for request in requests:
                 self._worker.cancel(request.id)
             raise
-        return [part.output(list(request.prompt)) for part, request in zip(collected, requests)]
+        return [part.output(request.prompt) for part, request in zip(collected, requests)]
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         inbox: queue.SimpleQueue[Delta | MlxServeError] = queue.SimpleQueue()
@@ -251,34 +277,6 @@ def _deltas(inbox: queue.SimpleQueue[Delta | MlxServeError], cancel: Callable[[]
     finally:
         if not done:
             cancel()
-
-
-class _Collected:
-    """One answer, put together from its deltas."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.reason: FinishReason | None = None
-        self.metrics = Metrics()
-
-    def add(self, delta: Delta) -> None:
-        self.pieces.append(delta.text)
-        self.tokens.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.reason = delta.finish_reason
-        self.metrics = delta.metrics or self.metrics
-
-    def output(self, prompt: list[int]) -> Output:
-        return Output(
-            text="".join(self.pieces),
-            token_ids=self.tokens,
-            finish_reason=self.reason,
-            logprobs=self.logprobs or None,
-            metrics=self.metrics,
-            prompt_token_ids=prompt,
-        )
 
 
 def _is_one(prompts: Any) -> bool:

@@ -75,7 +75,6 @@ async def chat(request: HttpRequest) -> Response:
         named = isinstance(tool["function"].get("name"), str) and tool["function"]["name"]
         require(bool(named), f"tools[{i}].function.name is required.", f"tools[{i}].function.name")
     params = sampling(body, options)
-    require(not (tools.offered and params.constrained), "format and tools cannot hold at once.", "format")
     conversation = [message_dict(message, i) for i, message in enumerate(body.messages)]
     renderer = OllamaRenderer(body, chat=True)
 
@@ -106,7 +105,8 @@ async def generate(request: HttpRequest) -> Response:
         if templated:
             reply = entry.dialogue.plan_reply(prompt, params, Tools())
         limit = context_limit(options, entry)
-        wish = Wish(reply.params, reply.parser, client=client_of(request), limit=limit)
+        client = client_of(request)
+        wish = Wish(reply.params, reply.parser, client=client, limit=limit, continues=not templated)
         return renderer.started(make_run(service_of(request), entry, [reply.prompt], wish))
 
     return await _answer(request, body, plan, renderer)

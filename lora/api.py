@@ -1,0 +1,188 @@
+"""Fine-tuning in one call: settings in, a trained adapter and its files out.
+
+Knows: how model, data, adapters, plan, trainer and loggers are put together. The machine's memory, a
+watcher, a function that writes samples and a process group are handed in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxserve.errors import UsageError
+from mlxserve.lora.base import Base, open_base
+from mlxserve.lora.config import RunConfig, from_dict, read_config, to_dict
+from mlxserve.lora.data import Dataset, load_all
+from mlxserve.lora.layers import add_adapters
+from mlxserve.lora.logs import Event, Files, other_logger, plot
+from mlxserve.lora.plan import Plan, plan_run
+from mlxserve.lora.train import Outcome, Trainer
+
+Generate = Callable[[Base, str, int], str]
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run left. In Jupyter it shows its loss curve; `adapter` is the folder to serve or fuse."""
+
+    outcome: Outcome
+    adapter: Path
+    model: nn.Module
+    config: RunConfig
+
+    @property
+    def history(self) -> list[Event]:
+        """Every step's and evaluation's figures."""
+        return self.outcome.history
+
+    def _repr_svg_(self) -> str | None:
+        return plot(self.history) if self.history else None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Everything of a run that has not begun."""
+
+    config: RunConfig
+    base: Base
+    train: Dataset
+    valid: Dataset | None
+    plan: Plan
+
+
+def prepare(config: RunConfig, *, budget_bytes: int | None = None, force: bool = False) -> Prepared:
+    """Load model and data and plan the run. Raises DoesNotFit, unless forced, where memory is too small."""
+    if not config.model:
+        raise UsageError("No model is named; set model in the YAML or with --set model=NAME.", param="model")
+    if config.lora.type == "full" and config.quantize is not None:
+        raise UsageError(
+            "lora.type=full cannot train quantised weights; leave quantize out.", param="quantize"
+        )
+    base = open_base(config.model, quantize=config.quantize)
+    if config.lora.type == "full" and base.config.get("quantization") is not None:
+        raise UsageError(
+            f"{config.model} is quantised, and lora.type=full trains floats only.", param="lora.type"
+        )
+    train, valid = load_all(config, base.tokenizer)
+    plan = plan_loaded(config, base, int(train.lengths.max()))
+    if config.train.checkpointing == "auto":
+        tight = budget_bytes is not None and plan.needed_bytes > 0.8 * budget_bytes
+        plan = plan_loaded(config, base, int(train.lengths.max()), checkpointing=tight)
+    if budget_bytes is not None and not force:
+        plan.require(budget_bytes)
+    return Prepared(config, base, train, valid, plan)
+
+
+def plan_loaded(config: RunConfig, base: Base, longest: int, checkpointing: bool | None = None) -> Plan:
+    """The plan for a model that is in memory."""
+    weights = [value for _, value in tree_flatten(base.model.parameters())]
+    floats = [value.dtype.size for value in weights if mx.issubdtype(value.dtype, mx.floating)]
+    return plan_run(
+        config,
+        base.config,
+        weight_bytes=sum(value.nbytes for value in weights),
+        float_bytes=max(floats, default=4),
+        longest=longest,
+        checkpointing=checkpointing,
+    )
+
+
+def run(
+    prepared: Prepared,
+    *,
+    resume: bool = False,
+    watch: Callable[[Event], None] | None = None,
+    generate: Generate | None = None,
+    group: Any = None,
+    stop: threading.Event | None = None,
+) -> Result:
+    """Train what was prepared. Raises as `Trainer.run`."""
+    config, base = prepared.config, prepared.base
+    folder = Path(config.save.dir)
+    if not resume and (folder / "checkpoints").is_dir():
+        raise UsageError(
+            f"{folder} already holds a run; take it up with 'mlxserve lora resume {folder}', or set another "
+            "save.dir.",
+            param="save.dir",
+        )
+    add_adapters(base.model, config.lora, seed=config.train.seed)
+    watchers: list[Callable[[Event], None]] = [
+        Files(folder, jsonl=config.log.jsonl),
+        *([watch] if watch else []),
+    ]
+    watchers += [other_logger(name, folder, to_dict(config)) for name in config.log.to]
+    trainer = Trainer(
+        base.model,
+        config,
+        prepared.train,
+        prepared.valid,
+        vocabulary=base.vocabulary,
+        checkpointing=prepared.plan.checkpointing,
+        base=config.model,
+        architecture=base.config,
+        run=folder,
+        watch=lambda event: _tell_all(watchers, event),
+        generate=_sampler(config, base, generate),
+        group=group,
+        stop=stop,
+    )
+    if resume:
+        trainer.resume()
+    return Result(trainer.run(), folder / "final", base.model, config)
+
+
+def _tell_all(watchers: Sequence[Callable[[Event], None]], event: Event) -> None:
+    for watcher in watchers:
+        watcher(event)
+
+
+def _sampler(config: RunConfig, base: Base, generate: Generate | None) -> Callable[[], list[Event]] | None:
+    """What the model answers to each line of eval.samples; None where there is no such file."""
+    if config.eval.samples is None:
+        return None
+    if generate is None:
+        raise UsageError("eval.samples needs a generate function to be handed in.", param="eval.samples")
+    try:
+        lines = Path(config.eval.samples).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"{config.eval.samples} cannot be read: {error.strerror}.") from error
+    prompts = [line for line in lines if line.strip()]
+    write = generate
+
+    def sample() -> list[Event]:
+        base.model.eval()
+        return [{"prompt": p, "text": write(base, p, config.eval.sample_tokens)} for p in prompts]
+
+    return sample
+
+
+def finetune(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    watch: Callable[[Event], None] | None = None,
+    generate: Generate | None = None,
+    group: Any = None,
+    budget_bytes: int | None = None,
+    force: bool = False,
+) -> Result:
+    """Fine-tune a model: `finetune({"model": "smollm2", "data": {"train": "rows.jsonl"}})`.
+
+    config: a RunConfig, the same as a dict, or a YAML file. settings: `a.b=c` put over a YAML file's.
+    generate(base, prompt, max_tokens) -> text writes the samples of eval.samples. group: mx.distributed's.
+    Raises UsageError for settings or rows, DoesNotFit before anything runs, TrainingDiverged, Cancelled.
+    """
+    if isinstance(config, str | Path):
+        config = read_config(Path(config), settings)
+    elif isinstance(config, Mapping):
+        config = from_dict(config)
+    prepared = prepare(config, budget_bytes=budget_bytes, force=force)
+    return run(prepared, resume=resume, watch=watch, generate=generate, group=group)

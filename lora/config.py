@@ -1,0 +1,302 @@
+"""A run's settings: every key, its default and its limits, written once.
+
+Knows: YAML, `--set a.b=c`, types and ranges. Knows nothing of MLX, models or data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import yaml
+
+from mlxserve.errors import UsageError
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """Which rows, and which of their tokens are trained.
+
+    train: a file (jsonl, json, csv, parquet) or a folder holding train.jsonl and maybe valid.jsonl.
+    valid: a file, a share of the training rows in (0, 1), or null for none; test: a file for `eval`.
+    columns: renames a row's fields before its format is found ({prompt: question, completion: answer}).
+    loss_on: the assistant's turns, the last of them, or all tokens. too_long: what becomes of rows above
+    train.max_seq tokens. template_kwargs: handed to the chat template (enable_thinking: false).
+    """
+
+    train: str = ""
+    valid: str | float | None = None
+    test: str | None = None
+    format: Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt", "preference"] = "auto"
+    columns: dict[str, str] = field(default_factory=dict)
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    too_long: Literal["drop", "truncate", "error"] = "drop"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What is trained. The adapter's product is scaled by alpha/rank, with rslora by alpha/sqrt(rank).
+
+    targets: all-linear (every linear layer of the blocks), attention, mlp, or a list of names or path
+    endings. layers: all, or how many of the last ones. plus_ratio: LoRA+'s learning-rate ratio of b to a.
+    """
+
+    type: Literal["lora", "dora", "full"] = "lora"
+    rank: int = 16
+    alpha: float = 32.0
+    rslora: bool = False
+    dropout: float = 0.0
+    targets: str | list[str] = "all-linear"
+    layers: int | Literal["all"] = "all"
+    plus_ratio: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How it is trained. tokens_per_batch counts padded tokens of one micro-batch.
+
+    steps: stop after so many optimiser steps; null trains `epochs`. warmup: a share of all steps below 1,
+    else a number of steps. clip: the gradient's norm at most, 0 for no clipping. loss_chunk: rows of the
+    head computed at a time. compile: fuse each step's operations; auto does on an accelerator, where no C++
+    compiler runs for it. objective: sft, or dpo/orpo on preference rows with `beta`.
+    """
+
+    objective: Literal["sft", "dpo", "orpo"] = "sft"
+    beta: float = 0.1
+    epochs: int = 1
+    steps: int | None = None
+    tokens_per_batch: int = 8192
+    rows_per_batch: int | None = None
+    accumulate: int = 1
+    max_seq: int = 2048
+    packing: bool = False
+    lr: float = 1e-4
+    min_lr_ratio: float = 0.0
+    optimizer: Literal["adamw", "adamw8bit", "adafactor", "muon", "lion"] = "adamw"
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: float = 0.03
+    clip: float = 1.0
+    checkpointing: bool | Literal["auto"] = "auto"
+    loss_chunk: int | Literal["auto"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """every: steps between evaluations, 0 for only the last. patience: evaluations without a better loss
+    before the run stops; null never stops. samples: a file of prompts, one a line."""
+
+    every: int = 100
+    patience: int | None = None
+    keep: Literal["best", "last"] = "best"
+    samples: str | None = None
+    sample_tokens: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class SaveConfig:
+    """dir: the run's folder. every: steps between checkpoints. keep: how many of them stay."""
+
+    dir: str = "runs/lora"
+    every: int = 100
+    keep: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """jsonl: write metrics.jsonl. to: more loggers, tensorboard or wandb. every: steps between lines."""
+
+    jsonl: bool = True
+    to: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    every: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One run. quantize: bits to quantise a float model to while loading (QLoRA)."""
+
+    model: str = ""
+    quantize: int | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def read_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
+    """The file's settings with `a.b=c` ones put over them. Raises UsageError, naming the key at fault."""
+    values = _read_yaml(path) if path is not None else {}
+    for setting in settings:
+        _apply(values, setting)
+    return from_dict(values)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.", param="config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if values is not None and not isinstance(values, dict):
+        raise UsageError(f"{path} must hold keys and values, not a {type(values).__name__}.")
+    return values or {}
+
+
+def _apply(values: dict[str, Any], setting: str) -> None:
+    key, separator, text = setting.partition("=")
+    if not separator or not key.strip():
+        raise UsageError(f"--set takes key=value, as in --set lora.rank=16; got {setting!r}.", param="set")
+    *sections, leaf = key.strip().split(".")
+    place = values
+    for section in sections:
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise UsageError(f"{section} in --set {key} is no section.", param=key)
+        place = inner
+    try:
+        place[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"The value of --set {key} is not valid YAML: {text!r}.", param=key) from error
+
+
+def from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """A checked RunConfig. Raises UsageError for unknown keys, wrong types and values out of range."""
+    config = _section(RunConfig, values, "")
+    _check(config)
+    return config
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """All settings as plain values, for YAML and JSON."""
+    return dataclasses.asdict(config)
+
+
+def write_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def _section(kind: type[Section], values: Any, path: str) -> Section:
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{path or 'The configuration'} must hold keys and values.", param=path)
+    hints = typing.get_type_hints(kind)
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        if key not in hints:
+            near = get_close_matches(str(key), list(hints), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(hints)}."
+            raise UsageError(f"There is no setting {name!r}; {hint}", param=name)
+        hint = hints[key]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            made[key] = _section(hint, value, name)
+        else:
+            made[key] = _value(hint, value, name)
+    return kind(**made)
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """`value` as the type hint wants it; YAML reads 1e-4 as a string, which becomes a float here."""
+    for option in get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
+        found = _as(option, value)
+        if found is not _WRONG:
+            return found
+    raise UsageError(f"{name} must be {_words(hint)}, not {value!r}.", param=name)
+
+
+_WRONG = object()
+
+
+def _as(option: Any, value: Any) -> Any:
+    origin = get_origin(option)
+    if origin is Literal:
+        return value if any(value == a and type(value) is type(a) for a in get_args(option)) else _WRONG
+    if origin is list:
+        (inner,) = get_args(option)
+        good = isinstance(value, list) and all(_as(inner, item) is not _WRONG for item in value)
+        return list(value) if good else _WRONG
+    if origin is dict:
+        return dict(value) if isinstance(value, dict) and all(isinstance(k, str) for k in value) else _WRONG
+    if option is float:
+        return _as_float(value)
+    if option is type(None):
+        return None if value is None else _WRONG
+    wrong_bool = isinstance(value, bool) and option is not bool
+    return value if isinstance(value, option) and not wrong_bool else _WRONG
+
+
+def _as_float(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return _WRONG
+    try:
+        number = float(value)
+    except ValueError:
+        return _WRONG
+    return number if number == number and abs(number) != float("inf") else _WRONG
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_words(option) for option in get_args(hint))
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(hint, "a list" if get_origin(hint) is list else "keys and values")
+
+
+def _check(config: RunConfig) -> None:
+    train, lora = config.train, config.lora
+    least_one = {
+        "lora.rank": lora.rank,
+        "train.epochs": train.epochs,
+        "train.tokens_per_batch": train.tokens_per_batch,
+        "train.accumulate": train.accumulate,
+        "save.keep": config.save.keep,
+        "log.every": config.log.every,
+        "train.steps": train.steps,
+        "train.rows_per_batch": train.rows_per_batch,
+        "train.loss_chunk": None if train.loss_chunk == "auto" else train.loss_chunk,
+        "lora.layers": None if lora.layers == "all" else lora.layers,
+        "eval.patience": config.eval.patience,
+        "data.limit": config.data.limit,
+    }
+    for name, number in least_one.items():
+        _require(number is None or number >= 1, name, "at least 1", number)
+    _require(train.max_seq >= 2, "train.max_seq", "at least 2", train.max_seq)
+    _require(train.lr > 0, "train.lr", "above 0", train.lr)
+    _require(0 <= lora.dropout < 1, "lora.dropout", "in [0, 1)", lora.dropout)
+    _require(0 <= train.min_lr_ratio <= 1, "train.min_lr_ratio", "in [0, 1]", train.min_lr_ratio)
+    _require(lora.plus_ratio is None or lora.plus_ratio > 0, "lora.plus_ratio", "above 0", lora.plus_ratio)
+    for name in ("warmup", "clip", "weight_decay"):
+        _require(getattr(train, name) >= 0, f"train.{name}", "at least 0", getattr(train, name))
+    for name, number in (("eval.every", config.eval.every), ("save.every", config.save.every)):
+        _require(number >= 0, name, "at least 0", number)
+    share = config.data.valid
+    _require(
+        not isinstance(share, float) or 0 < share < 1, "data.valid", "a file or a share in (0, 1)", share
+    )
+    if train.packing and train.objective != "sft":
+        raise UsageError("train.packing works with the objective sft only.", param="train.packing")
+
+
+def _require(good: bool, name: str, words: str, value: Any) -> None:
+    if not good:
+        raise UsageError(f"{name} must be {words}, not {value!r}.", param=name)
