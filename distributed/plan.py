@@ -3,8 +3,9 @@
 Knows: facts about a model, hosts and a context; pure arithmetic. Does not know MLX, files on disk or the
 network, and starts nothing.
 
-A rank fits if its weights, the K/V of the wanted contexts and 3 GB to work in stay below 0.75 of its
-memory. GB are 10^9 bytes here, as downloads are counted; only a Mac's own "192 GB" are GiB.
+A rank fits if its weights, the K/V of the wanted contexts and 3 GB to work in (less for a small model, see
+`work_bytes`) stay below 0.75 of its memory. GB are 10^9 bytes here, as downloads are counted; only a Mac's own
+"192 GB" are GiB.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mlxserve.distributed.hosts import Host
 from mlxserve.distributed.split import Mode, Split
 from mlxserve.errors import DoesNotFit, UsageError
 
-WORK_BYTES = 3 * 10**9  # activations, buffers and the program itself
+WORK_BYTES = 3 * 10**9  # activations, buffers and the program itself, of a large model
+PROGRAM_BYTES = 5 * 10**8  # the program alone
 DEFAULT_CONTEXT = 32_768
 SHORTEST_CONTEXT = 1_024  # below this a smaller context is no advice
 MAC_SIZES = (16, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # memory that Macs are sold with, GiB
@@ -45,7 +47,7 @@ class RankShare:
 
     @property
     def needed_bytes(self) -> int:
-        return self.bytes + self.kv_bytes + WORK_BYTES
+        return self.bytes + self.kv_bytes + work_bytes(self.bytes)
 
     @property
     def spare_bytes(self) -> int:
@@ -187,6 +189,11 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def work_bytes(weight_bytes: float) -> int:
+    """What a rank needs beside weights and K/V: 3 GB, but of a small model no more than its weights again."""
+    return int(min(WORK_BYTES, PROGRAM_BYTES + weight_bytes))
+
+
 def gb(nbytes: float) -> str:
     """Bytes as '150.7 GB' of 10^9."""
     return f"{nbytes / 1e9:.1f} GB"
@@ -323,7 +330,7 @@ class _Wanted:
             for end in range(least, most + 1) if rank < len(hosts) - 1 else [layers]:
                 for start in range(rank, end):
                     filled, held = best[start]
-                    fill = max(filled, (sums.stage(start, end) + WORK_BYTES) / host.usable_bytes)
+                    fill = max(filled, sums.needed(start, end) / host.usable_bytes)
                     if fill < grown[end][0]:
                         grown[end] = (fill, [*held, end - start])
             best = grown
@@ -436,30 +443,32 @@ def _nowhere() -> tuple[float, list[int]]:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Bytes of layers [0, n) for each n, and of the ends."""
+    """Bytes of the layers [0, n) for each n, weights and K/V apart, and of what is on the ends."""
 
-    layers: list[int]
+    weights: list[int]
+    kv: list[int]
     first: int
     last: int
     ends: int
 
-    def stage(self, start: int, end: int) -> int:
-        total = len(self.layers) - 1
-        nbytes = self.layers[end] - self.layers[start]
-        nbytes += self.first if start == 0 else 0
-        nbytes += self.last if end == total else 0
-        return nbytes + (self.ends if start == 0 or end == total else 0)
+    def needed(self, start: int, end: int) -> int:
+        """What the rank with layers [start, end) needs, as RankShare.needed_bytes."""
+        begins, closes = start == 0, end == len(self.kv) - 1
+        weights = self.weights[end] - self.weights[start]
+        weights += self.first * begins + self.last * closes + self.ends * (begins or closes)
+        return weights + self.kv[end] - self.kv[start] + work_bytes(weights)
 
 
 def _prefix_sums(facts: Facts, context: int, sequences: int, kv_bits: int) -> _Sums:
-    each = [
+    kv = [
         sequences * facts.kv_bytes(context, range(layer, layer + 1), kv_bits=kv_bits)
         for layer in range(facts.layers)
     ]
+    weights = [0] * facts.layers
     outside = {"first": 0, "last": 0, "ends": 0}
     for tensor in facts.tensors:
         if tensor.layer is None:
             outside[tensor.place] += tensor.nbytes
         else:
-            each[tensor.layer] += tensor.nbytes
-    return _Sums([0, *accumulate(each)], **outside)
+            weights[tensor.layer] += tensor.nbytes
+    return _Sums([0, *accumulate(weights)], [0, *accumulate(kv)], **outside)

@@ -108,7 +108,7 @@ def plan_text(plan: Plan) -> str:
             title(plan),
             "",
             columns([RANK_COLUMNS, *rank_rows(plan)]),
-            "(GB; needs = weights + K/V + 3.0 to work in, of three quarters of the memory)",
+            "(GB; needs = weights + K/V + 3.0 to work in, less for small models; of three quarters of the memory)",
             "",
             columns([OPTION_COLUMNS, *option_rows(plan)]),
             "",

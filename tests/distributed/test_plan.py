@@ -16,7 +16,7 @@ from mlxserve.distributed.arithmetic import count, maker_from_config
 from mlxserve.distributed.facts import Facts, File, Tensor
 from mlxserve.distributed.hosts import Host, parse_hosts
 from mlxserve.distributed.load import blueprint, files_of
-from mlxserve.distributed.plan import WORK_BYTES, Plan, make_plan
+from mlxserve.distributed.plan import WORK_BYTES, Plan, make_plan, work_bytes
 from mlxserve.distributed.shapes import SHAPES, find_shape
 from mlxserve.distributed.sources import facts_of, facts_of_files, files_by_layer
 from mlxserve.distributed.split import Split
@@ -199,7 +199,19 @@ def test_shares_add_up_and_kv_scales() -> None:
     plan = make_plan(facts, parse_hosts(["2x64GB"]), 1000, "pipeline", (0, 2, 4), sequences=3)
     assert [share.bytes for share in plan.shares] == [280_000_000, 300_000_000]
     assert [share.kv_bytes for share in plan.shares] == [3 * 2 * 1000 * 1000 * 2] * 2
-    assert plan.shares[0].needed_bytes == plan.shares[0].bytes + plan.shares[0].kv_bytes + WORK_BYTES
+    assert plan.shares[0].needed_bytes == 280_000_000 + 12_000_000 + 780_000_000
+
+
+def test_a_large_model_works_in_3_gb_and_a_small_one_in_less() -> None:
+    assert [work_bytes(weights) for weights in (0, 10**9, 10**10)] == [5 * 10**8, 15 * 10**8, WORK_BYTES]
+    four = make_plan(
+        model([10] * 4), parse_hosts(["4x2GB"]), 100, "pipeline"
+    )  # four ranks of an 8 GB machine
+    assert four.fits
+
+
+def test_no_such_rank() -> None:
+    plan = make_plan(model([100] * 4), parse_hosts(["2x64GB"]), 1000, "pipeline")
     with pytest.raises(UsageError, match="ranks 0 to 1, not 2"):
         plan.rank(2)
 
