@@ -14,7 +14,8 @@ from mlxserve.distributed.estimate import Speed
 from mlxserve.models.memory import show_count
 
 if TYPE_CHECKING:
-    from mlxserve.distributed.plan import Option, Plan, RankShare
+    from mlxserve.distributed.plan import Plan
+    from mlxserve.distributed.shares import Option, RankShare
 
 RANK_COLUMNS = ("RANK", "HOST", "MEMORY", "LAYERS", "WEIGHTS", "K/V", "NEEDS", "OF", "SPARE", "FILES")
 OPTION_COLUMNS = ("SPLIT", "LINK", "FITS", "TOKENS/S, EMPTY", "TOKENS/S, FULL CONTEXT")

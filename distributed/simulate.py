@@ -36,7 +36,7 @@ from mlxserve.distributed.estimate import (
 )
 from mlxserve.distributed.facts import Facts, bytes_read
 from mlxserve.distributed.hosts import Host
-from mlxserve.distributed.plan import work_bytes
+from mlxserve.distributed.shares import work_bytes
 from mlxserve.distributed.split import Split
 from mlxserve.errors import DoesNotFit, UsageError
 from mlxserve.models.kvlayout import HEADS, text_config

@@ -17,8 +17,9 @@ from mlxserve.distributed.arithmetic import count, maker_from_config
 from mlxserve.distributed.facts import Facts, File, Tensor
 from mlxserve.distributed.hosts import Host, parse_hosts
 from mlxserve.distributed.load import blueprint, files_of
-from mlxserve.distributed.plan import WORK_BYTES, Plan, make_plan, work_bytes
+from mlxserve.distributed.plan import Plan, make_plan
 from mlxserve.distributed.shapes import SHAPES, find_shape
+from mlxserve.distributed.shares import WORK_BYTES, work_bytes
 from mlxserve.distributed.sources import facts_of, facts_of_files, files_by_layer
 from mlxserve.distributed.split import Split
 from mlxserve.errors import DoesNotFit, ModelNotFound, UsageError
