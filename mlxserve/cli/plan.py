@@ -14,6 +14,7 @@ import click
 
 from mlxserve.cli.options import KV_BITS, QUANTIZE_BITS
 from mlxserve.config import EngineConfig
+from mlxserve.distributed.plan import DEFAULT_CONTEXT
 from mlxserve.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ TRY_BITS = (8, 6, 4, 3)
 @click.option(
     "--context",
     type=click.IntRange(min=1),
-    default=32768,
+    default=DEFAULT_CONTEXT,
     show_default=True,
     metavar="TOKENS",
     help="Tokens that a sequence is to hold.",
