@@ -9,9 +9,11 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
 from mlxserve.engine.worker import Worker
@@ -94,9 +96,22 @@ class AsyncLLM:
             if not done:
                 self._worker.cancel(request.id)
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """A vector for each sequence of token ids: the mean of the trunk's last hidden states, length 1."""
-        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch)))
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch, adapter)))
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name, as of now."""
+        return self._engine.adapters.listed
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Put an adapter on the model between two steps; see `Adapters.load`."""
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.adapters.load(name, folder)))
+
+    async def drop_adapter(self, name: str) -> int:
+        """Take its name away; how many answers still use it, and go on to their end."""
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.adapters.drop(name)))
 
     async def close(self) -> None:
         """Stop the engine; running requests get EngineStopped."""

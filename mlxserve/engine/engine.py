@@ -28,6 +28,7 @@ import numpy as np
 
 from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
+from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
 from mlxserve.engine.runner import Drawn, Forward, Limits, Runner, SoloModel
 from mlxserve.engine.scheduler import Memory, Scheduler
@@ -102,6 +103,7 @@ class Engine:
         self.config = config if self.way != SOLO else replace(config, max_sequences=1)
         bound_mlx()
         self.memory = self._plan_memory()
+        self.adapters = Adapters(loaded, self.way, self._users_of)
         self.runner = self._make_runner()
         self.scheduler = Scheduler(self.config, self.memory, tokenizer.eos_token_ids, _random_seed)
         self.persistence = self._open_disk()
@@ -115,7 +117,8 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------
 
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
-        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses.
+        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses, and
+        ModelNotFound for an adapter that is not loaded.
 
         constraint: the request's compiled grammar, where another thread has made it (`compile_grammar`).
         """
@@ -129,6 +132,8 @@ class Engine:
             )
         if constraint is None:
             constraint = self.compile_grammar(request.params)
+        if request.adapter is not None:
+            request = replace(request, adapter=self.adapters.digest(request.adapter))
         now = self.clock()
         sequence = self.scheduler.add(request, now)
         if self.persistence is not None:
@@ -338,6 +343,11 @@ class Engine:
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.sequence.request.id]
         del self._of[stream.sequence]
+        if stream.sequence.request.adapter is not None:
+            self.adapters.tidy()
+
+    def _users_of(self, digest: str) -> int:
+        return sum(s.sequence.request.adapter == digest for s in self._streams.values())
 
     def _expire(self) -> None:
         now = self.clock()
@@ -381,8 +391,9 @@ class Engine:
             available_bytes=mx.get_active_memory(),
         )
 
-    def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """The mean of the trunk's last hidden states of each sequence, scaled to length 1."""
+        number = 0 if adapter is None else self.adapters.id_of(self.adapters.digest(adapter))
         if not isinstance(self.runner.model, PagedModel):
             raise Unsupported(f"{self.loaded.name} gives no embeddings: its layers cannot be read apart.")
         vectors = []
@@ -393,7 +404,7 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
-            mean = self.runner.model.hidden(mx.array(ids)).astype(mx.float32).mean(axis=0)  # (H,)
+            mean = self.runner.model.hidden(mx.array(ids), number).astype(mx.float32).mean(axis=0)  # (H,)
             vectors.append((mean / mx.maximum(mx.linalg.norm(mean), 1e-12)).tolist())
         return vectors  # type: ignore[return-value]
 
@@ -456,7 +467,7 @@ class Engine:
         pages = tuple(spec.pages for spec in self.memory.groups)
         model: PagedModel | SoloModel
         if self.way == SOLO:
-            model = SoloModel(self.loaded.model)
+            model = SoloModel(self.loaded.model, self.adapters.stack)
         else:
             model = PagedModel(
                 self.loaded.model,
@@ -465,6 +476,7 @@ class Engine:
                 group_pages=[0] * len(pages),
                 kv_bits=self.config.kv_bits,
                 kv_group_size=self.config.kv_group_size,
+                adapters=self.adapters.stack,
             )
         limits = Limits(pages, self.memory.state_slots)
         return Runner(
@@ -473,6 +485,7 @@ class Engine:
             context=self.loaded.context,
             page_size=self.config.page_size,
             limits=limits,
+            adapter_id=self.adapters.id_of,
         )
 
     @property
@@ -505,6 +518,7 @@ class Engine:
             "kv_bytes": self.runner.model.nbytes,
             "kv_limit_bytes": sum(p.total * b for p, b in zip(scheduler.pools, self.memory.page_bytes)),
             "weight_bytes": self.loaded.weight_bytes,
+            "adapter_bytes": self.adapters.stack.nbytes,
             "peak_bytes": mx.get_peak_memory(),
             "way": self.way,
         }

@@ -9,6 +9,7 @@ takes it from the last step's array on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlxserve.cache.pages import pages_for
 from mlxserve.engine.batch import Batch
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.models.layout import plain_caches
+from mlxserve.models.multilora import AdapterStack
 from mlxserve.models.paged import PagedModel, Step
 from mlxserve.request import TokenLogprob
 
@@ -80,15 +82,17 @@ class SoloModel:
 
     windows: tuple[int | None, ...] = ()
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, adapters: AdapterStack) -> None:
         self.model = model
+        self.adapters = adapters
         self._caches: list[object] = []
 
     def forward(self, ids: mx.array, step: Step) -> mx.array:
         """Logits (R, V); a sequence that starts at 0 gets new caches."""
         if step.starts[0] == 0:
             self._caches = plain_caches(self.model)
-        logits = self.model(ids[None], cache=self._caches)[0]  # (L, V)
+        with self.adapters.call(step.row_adapters()):
+            logits = self.model(ids[None], cache=self._caches)[0]  # (L, V)
         return logits[logits.shape[0] - int(step.wanted[0]) :]
 
     def arrays(self) -> list[mx.array]:
@@ -121,16 +125,28 @@ class SoloModel:
 
 
 class Runner:
-    """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest."""
+    """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest.
+
+    adapter_id: the model's number of an adapter that an admission names.
+    """
 
     def __init__(
-        self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int, limits: Limits
+        self,
+        model: PagedModel | SoloModel,
+        *,
+        slots: int,
+        context: int,
+        page_size: int,
+        limits: Limits,
+        adapter_id: Callable[[str], int],
     ) -> None:
         self.model = model
+        self._adapter_id = adapter_id
         self.sampler = Sampler(slots)
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
         self.state_slots = np.zeros(slots, np.int32)
+        self.adapters = np.zeros(slots, np.int32)
         self._state_room = 0
         self._limits = limits
         self._last: mx.array | None = None  # tokens of the last step
@@ -163,6 +179,8 @@ class Runner:
     def _enter(self, batch: Batch) -> None:
         for admission in batch.admitted:
             self.sampler.admit(admission)
+            name = admission.adapter
+            self.adapters[admission.slot] = 0 if name is None else self._adapter_id(name)
             if admission.state_slot is not None:
                 self.state_slots[admission.slot] = admission.state_slot
         self._reserve(batch)
@@ -205,7 +223,7 @@ class Runner:
         wanted[draw_from] = 1
         starts = np.array([segment.start for segment in segments], np.int64)
         tables = [self._columns(table, slots, starts, counts) for table in self.tables]
-        step = Step(starts, counts, wanted, tables, self.state_slots[slots])
+        step = Step(starts, counts, wanted, tables, self.state_slots[slots], self.adapters[slots])
         return step, self._ids(batch, slots, counts), draw_from
 
     def _columns(
