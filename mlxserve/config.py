@@ -84,7 +84,8 @@ class ServerConfig:
     nothing for so long is given up. drain_s: time running answers get after a stop signal.
     keep_alive_s: idle time after which a model that was loaded on demand is unloaded; None for never.
     load_wait_s: how long a request waits for running models to make room. memory_bytes: budget of all
-    loaded models together; None asks the machine. log_prompts: texts in the log, never by default.
+    loaded models together; None asks the machine. adapter_dirs: where callers may load adapters from; empty
+    means anywhere, as long as the server is bound to loopback. log_prompts: texts in the log, never by default.
     """
 
     host: str = "127.0.0.1"
@@ -104,5 +105,6 @@ class ServerConfig:
     memory_bytes: int | None = None
     stored_responses: int = 512
     stored_response_bytes: int = 64 * MIB
+    adapter_dirs: tuple[Path, ...] = ()
     log_format: str = "text"
     log_prompts: bool = False

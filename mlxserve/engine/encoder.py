@@ -69,8 +69,21 @@ class AsyncEncoder:
         raise Unsupported(f"{self.name} is an embedding model; it generates no text.", param="model")
         yield Delta()
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return []
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Raises Unsupported: adapters are for language models."""
+        raise Unsupported(f"{self.name} is an embedding model; it takes no adapters.", param="model")
+
+    async def drop_adapter(self, name: str) -> int:
+        raise ModelNotFound(f"{self.name} has no adapter '{name}'.", param="model")
+
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """One vector of length 1 for each text's token ids. Raises PromptTooLong beyond `context`."""
+        if adapter is not None:
+            raise ModelNotFound(f"{self.name} has no adapter '{adapter}'.", param="model")
         long = next((ids for ids in batch if len(ids) > self.context), None)
         if long is not None:
             raise PromptTooLong(

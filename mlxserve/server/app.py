@@ -20,6 +20,7 @@ from starlette.routing import Route
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxServeError
 from mlxserve.server import (
+    adapters,
     admin,
     anthropic,
     editor,
@@ -57,6 +58,7 @@ _POST: dict[str, Handler] = {
     "/api/embeddings": ollama_models.embeddings,
     "/api/show": ollama_models.show,
     "/api/pull": ollama_models.pull,
+    "/v1/adapters": adapters.load,
     "/tokenize": editor.tokenize,
     "/detokenize": editor.detokenize,
     "/apply-template": editor.apply_template,
@@ -72,6 +74,8 @@ _GET: dict[str, Handler] = {
     "/openapi.json": openapi.document,
     "/v1/models": admin.list_models,
     "/v1/models/{model:path}": admin.show_model,
+    "/v1/adapters": adapters.list_all,
+    "/v1/adapters/{name:path}": adapters.show,
     "/v1/capabilities": admin.capabilities,
     "/v1/responses/{id}": responses.retrieve,
     "/v1/responses/{id}/input_items": responses.input_items,
@@ -81,6 +85,7 @@ _GET: dict[str, Handler] = {
 }
 _DELETE: dict[str, Handler] = {
     "/v1/responses/{id}": responses.delete,
+    "/v1/adapters/{name:path}": adapters.drop,
     "/api/delete": ollama_models.delete,
 }
 

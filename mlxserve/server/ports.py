@@ -5,10 +5,12 @@ Knows: names and signatures. Does not know who implements them; `cli/serve.py` p
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -45,8 +47,21 @@ class AsyncEngine(Protocol):
         """False once the engine cannot go on."""
         ...
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The adapters that requests may name now."""
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Puts an adapter on the model. Raises ModelErrors, UsageError, DoesNotFit."""
+        ...
+
+    async def drop_adapter(self, name: str) -> int:
+        """Takes it off once nobody uses it; how many answers still do. Raises ModelNotFound."""
         ...
 
     async def close(self) -> None:
@@ -59,7 +74,8 @@ class ModelCard:
     """What is known of a model without loading it.
 
     name: as clients write it. needed_bytes: weights plus the least K/V it is served with.
-    created: seconds since 1970. digest: of the files. template: the chat template's text.
+    created: seconds since 1970. digest: of the files. template: the chat template's text. parent: of an
+    adapter, its base.
     """
 
     name: str
@@ -76,6 +92,7 @@ class ModelCard:
     embeds: bool = False
     config: Mapping[str, Any] | None = None
     licence: str = ""
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
