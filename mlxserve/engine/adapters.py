@@ -68,7 +68,8 @@ class Adapters:
         """
         if not NAME.fullmatch(name):
             raise UsageError(
-                f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-' only.", param="adapter"
+                f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-' only.",
+                param="adapter",
             )
         adapter = read(folder)
         digest = digest_of(folder)

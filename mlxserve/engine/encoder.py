@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mlxserve.errors import PromptTooLong, Unsupported
+from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.errors import ModelNotFound, PromptTooLong, Unsupported
 from mlxserve.models.bert import LoadedEncoder, load_encoder
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer

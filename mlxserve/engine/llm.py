@@ -65,7 +65,8 @@ class LLM:
         llm.chat([{"role": "user", "content": "Hello!"}])
 
     model: a folder, a .gguf file, a Hub name or an alias. Several prompts given at once run in one batch.
-    adapters: names and folders of LoRA adapters (mlx-lm's or PEFT's format) that `adapter=` chooses from.
+    adapters: names and folders of LoRA adapters (mlx-lm's or PEFT's format) that `adapter=` chooses from; the
+    attribute `adapter` names the one that answers where a call chooses none (None: the base).
     Any thread may call; use it as a context manager, or call `close`. Raises MlxServeError's children.
     """
 
@@ -80,6 +81,7 @@ class LLM:
     ) -> None:
         self._worker = open_worker(str(model), load, engine, progress=progress)
         self._engine = self._worker.engine
+        self.adapter: str | None = None
         try:
             for name, folder in (adapters or {}).items():
                 self.load_adapter(name, folder)
@@ -143,11 +145,11 @@ class LLM:
     ) -> list[Output]:
         """Complete each prompt (text, or token ids), all in one batch; answers in the order of the prompts.
 
-        params: one for all, or one each; None takes the model's defaults. adapter: a loaded one's name for all
-        (None: the base), or one each. progress: told (finished, all).
+        params: one for all, or one each; None takes the model's defaults. adapter: a loaded one's name for all,
+        or one each (None in such a list: the base). progress: told (finished, all).
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
-        asked = zip(listed, _each(params, len(listed)), _adapters(adapter, len(listed)))
+        asked = zip(listed, _each(params, len(listed)), _adapters(adapter or self.adapter, len(listed)))
         requests = [self._request(self._encode(prompt), each, chosen) for prompt, each, chosen in asked]
         outputs = self._run(requests, progress)
         for output, prompt in zip(outputs, listed):
@@ -168,9 +170,11 @@ class LLM:
         """Answer one conversation, or several in one batch, through the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         talks: list[Any] = list(messages) if several else [messages]
-        asked = zip(talks, _each(params, len(talks)), _adapters(adapter, len(talks)))
+        asked = zip(talks, _each(params, len(talks)), _adapters(adapter or self.adapter, len(talks)))
         requests = [
-            self._request(self._encode_chat(talk, tools, template_kwargs, add_generation_prompt), each, chosen)
+            self._request(
+                self._encode_chat(talk, tools, template_kwargs, add_generation_prompt), each, chosen
+            )
             for talk, each, chosen in asked
         ]
         return self._run(requests, progress)
@@ -179,7 +183,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the last Delta has finish_reason and metrics."""
-        return self._stream(self._request(self._encode(prompt), params, adapter))
+        return self._stream(self._request(self._encode(prompt), params, adapter or self.adapter))
 
     def stream_chat(
         self,
@@ -193,7 +197,7 @@ class LLM:
     ) -> Iterator[Delta]:
         """Answer a conversation piece by piece. Leaving the iterator cancels the answer."""
         prompt = self._encode_chat(messages, tools, template_kwargs, add_generation_prompt)
-        return self._stream(self._request(prompt, params, adapter))
+        return self._stream(self._request(prompt, params, adapter or self.adapter))
 
     # -- life --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -278,7 +278,7 @@ def make_plain(layer: nn.Module) -> None:
         del layer._factors
 
 
-@lru_cache(maxsize=None)
+@cache
 def _adapting(layer_class: Callable[..., Any]) -> type:
     base: Any = layer_class
 

@@ -96,7 +96,9 @@ def allowed_folder(path: str, config: ServerConfig) -> Path:
 
 def adapter_object(known: KnownAdapter, models: ModelRegistry) -> dict[str, Any]:
     info = known.info
-    facts = {"kind": info.kind, "rank": info.rank, "layers": info.layers, "bytes": info.nbytes} if info else {}
+    facts = (
+        {"kind": info.kind, "rank": info.rank, "layers": info.layers, "bytes": info.nbytes} if info else {}
+    )
     return {
         "id": known.id,
         "object": "adapter",

@@ -136,7 +136,8 @@ class ModelRegistry:
     async def use(self, name: str, *, keep_alive_s: float | None = None) -> AsyncIterator[Loaded]:
         """Lends a model, loading it first where needed; `keep_alive_s` replaces its keep-alive.
 
-        name: a model's, or `base@adapter`. Raises ModelNotFound, DoesNotFit (both numbers), Busy where models in use leave no room.
+        name: a model's, or `base@adapter`. Raises ModelNotFound, DoesNotFit (both numbers), Busy where models
+        in use leave no room.
         """
         base, adapter = await self._split(name)
         entry = await self.acquire(base, keep_alive_s=keep_alive_s)

@@ -79,9 +79,7 @@ def room_for_answer(prompt_tokens: int, context: int, model: str) -> int:
     return context - prompt_tokens
 
 
-def _request(
-    prompt: Sequence[int], params: SamplingParams, wish: Wish, adapter: str | None
-) -> Request:
+def _request(prompt: Sequence[int], params: SamplingParams, wish: Wish, adapter: str | None) -> Request:
     return Request(
         uuid.uuid4().hex, prompt, params, priority=wish.priority, client=wish.client, adapter=adapter
     )

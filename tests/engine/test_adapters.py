@@ -69,7 +69,9 @@ def _asked(prompt: Sequence[int], adapter: str | None, count: int = 8, **setting
     return replace(harness.request(prompt, count, **settings), adapter=adapter)
 
 
-@pytest.mark.parametrize("engine", [{}, {"step_tokens": 16, "overlap": False}, {"kv_bits": 16}], indirect=True)
+@pytest.mark.parametrize(
+    "engine", [{}, {"step_tokens": 16, "overlap": False}, {"kv_bits": 16}], indirect=True
+)
 def test_three_adapters_and_the_base_in_one_batch(engine: Engine, fused: dict[str | None, Any]) -> None:
     prompts = harness.prompts(8, seed=4, longest=40)
     asked = [_asked(prompt, NAMES[i % 4]) for i, prompt in enumerate(prompts)]
@@ -194,8 +196,8 @@ def test_names(folders: dict[str, Path], engine: Engine, tmp_path: Path) -> None
         engine.adapters.load("four", tmp_path / "nothing")
     notes = {info.name: info.note for info in engine.adapters.listed}
     assert notes["one"] == "" and "names org/tiny-other as its base; it is served on" in notes["three"]
-    (same,) = [info for info in [engine.adapters.load("alias", folders["two"])]]
-    assert same.rank == 6 and engine.adapters.digest("alias") == engine.adapters.digest("two")
+    assert engine.adapters.load("alias", folders["two"]).rank == 6
+    assert engine.adapters.digest("alias") == engine.adapters.digest("two")
 
 
 def test_a_cancelled_answer_lets_go_of_its_adapter(folders: dict[str, Path]) -> None:

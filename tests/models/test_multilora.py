@@ -29,7 +29,9 @@ def test_mixed_rows_are_as_fused_models(tmp_path: Path, kind: str) -> None:
     model = tiny.build(kind)
     folders = [
         write_adapter(tmp_path / "a", model, 1, rank=4),
-        write_adapter(tmp_path / "b", model, 2, rank=7, scale=0.5, endings=("self_attn.q_proj", "mlp.up_proj")),
+        write_adapter(
+            tmp_path / "b", model, 2, rank=7, scale=0.5, endings=("self_attn.q_proj", "mlp.up_proj")
+        ),
         write_adapter(tmp_path / "c", model, 3, rank=2, endings=("self_attn.q_proj",), dora=True),
     ]
     plain = np.array(model(TOKENS))

@@ -12,12 +12,14 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from tokenizers import Tokenizer as Backend
 
 from mlxserve.config import ServerConfig
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.errors import EngineStopped, ModelNotFound, Unsupported
 from mlxserve.request import Delta, FinishReason, Metrics, Request, TokenLogprob
 from mlxserve.server.app import make_app
@@ -85,6 +87,7 @@ class StubEngine:
         self.script: Script | Callable[[Request], Script] = ["Hello", " there", "."]
         self.seen: list[Request] = []
         self.cancelled: list[str] = []
+        self.loaded_adapters: dict[str, AdapterInfo] = {}
         self.running = 0
         self.closed = False
         self.dead = False
@@ -160,7 +163,22 @@ class StubEngine:
     def healthy(self) -> bool:
         return not self.dead
 
-    async def embed(self, batch: Sequence[Sequence[int]]) -> list[list[float]]:
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self.loaded_adapters.values())
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Any folder called after the adapter is one."""
+        if folder.name != name:
+            raise ModelNotFound(f"There is no adapter folder {folder}.", param="adapter")
+        self.loaded_adapters[name] = AdapterInfo(name, str(folder), "0" * 32, "lora", 8, 14, 1024)
+        return self.loaded_adapters[name]
+
+    async def drop_adapter(self, name: str) -> int:
+        del self.loaded_adapters[name]
+        return self.running
+
+    async def embed(self, batch: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         if self._vectors is None:
             raise Unsupported(f"{self.name} makes no embeddings.", param="model")
         return [self._vectors(ids) for ids in batch]
