@@ -10,10 +10,10 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test lint types check bench soak clean help
+.PHONY: demo test test-peft lint types check bench soak clean help
 
 help:            ## this text
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
 
 $(VENV)/python:  
 	@./scripts/make-venv $(VENV)
@@ -54,6 +54,10 @@ test: lint types check ## lint, types and tests
 
 soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, every mutant of every kernel
 	MLXSERVE_SOAK=2000 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutate.py
+
+test-peft: $(VENV)/tested ## adapters against PEFT's own forward pass (installs PyTorch)
+	$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)$(COMMA)test-peft]"
+	MLXSERVE_REQUIRE_PEFT=1 $(BIN)/pytest tests/lora/test_peft.py
 
 bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tables of BENCHMARKS.md
 	PYTHONPATH=. $(BIN)/python benchmarks/generate.py

@@ -403,18 +403,22 @@ def _listed(rows: list[str]) -> str:
 
 @contextmanager
 def _interrupts(stop: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C sets `stop`, so that a step is never cut in two; a second one is the usual one."""
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that a step is never cut in two; a second one is the
+    usual one. A signal that the process ignores, as under nohup, stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    names = (signal.SIGINT, signal.SIGTERM)
+    before = {name: signal.getsignal(name) for name in names if signal.getsignal(name) != signal.SIG_IGN}
 
-    def on_interrupt(*_: Any) -> None:
+    def on_signal(number: int, _: Any) -> None:
         stop.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before[signal.Signals(number)])
 
-    signal.signal(signal.SIGINT, on_interrupt)
+    for name in before:
+        signal.signal(name, on_signal)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for name, handler in before.items():
+            signal.signal(name, handler)

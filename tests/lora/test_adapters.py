@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from mlxserve.lora import adapters
 from mlxserve.lora.config import LoraConfig
 from mlxserve.lora.layers import adapted_layers, add_adapters
 from tests import tiny
-from tests.conftest import require
 
 IDS = mx.array([[5, 6, 7, 8, 9]])
 Q = "model.layers.0.self_attn.q_proj"
@@ -175,23 +173,3 @@ def test_experts_have_no_peft_form(tmp_path: Path) -> None:
     found = adapters.of_model(_stirred("qwen3_moe", targets=["switch_mlp.up_proj"]))
     with pytest.raises(Unsupported, match="experts"):
         adapters.export_peft(tmp_path, found)
-
-
-@pytest.mark.parametrize("settings", [{}, {"type": "dora"}])
-def test_peft_computes_the_same(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The other library's own forward pass on our exported adapter."""
-    present = all(importlib.util.find_spec(name) for name in ("torch", "peft", "transformers"))
-    require(present, "PEFT is not installed (pip install mlxserve[test-peft])")
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    model = _stirred(**settings)
-    folder = tiny.write(tmp_path / "base", "llama")
-    (tmp_path / "adapter").mkdir()
-    adapters.export_peft(tmp_path / "adapter", adapters.of_model(model, base=str(folder)))
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
-    with torch.no_grad():
-        expected = theirs(torch.tensor(np.array(IDS).astype(np.int64))).logits.numpy()
-    np.testing.assert_allclose(_logits(model), expected, atol=2e-3)

@@ -287,16 +287,23 @@ def test_preferences_are_learnt(objective: str) -> None:
         assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)
 
 
-def test_stopping_saves_and_says_so(tmp_path: Path) -> None:
-    trainer = _trainer(_config(train={"epochs": 50}), run=tmp_path)
-    trainer.watch = lambda event: (
-        os.kill(os.getpid(), signal.SIGINT) if event["kind"] == "step" and event["step"] == 2 else None
-    )
-    with pytest.raises(Cancelled, match="after step"):
-        trainer.run()
+@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_saves_and_says_so(tmp_path: Path, name: signal.Signals) -> None:
+    seen: list[int] = []
+    before = signal.signal(name, lambda number, _: seen.append(number))  # a second one would come here
+    try:
+        own = signal.getsignal(name)
+        trainer = _trainer(_config(train={"epochs": 50}), run=tmp_path)
+        trainer.watch = lambda event: (
+            os.kill(os.getpid(), name) if event["kind"] == "step" and event["step"] == 2 else None
+        )
+        with pytest.raises(Cancelled, match="after step"):
+            trainer.run()
+        assert signal.getsignal(name) is own
+    finally:
+        signal.signal(name, before)
     saved = checkpoint.checkpoints(tmp_path)[-1]
-    assert int(saved.name) == trainer.state.step >= 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert int(saved.name) == trainer.state.step >= 2 and not seen
 
 
 CHILD = """
