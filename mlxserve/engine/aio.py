@@ -10,18 +10,21 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
 from mlxserve.engine.worker import Worker
 from mlxserve.errors import EngineStopped, MlxServeError
+from mlxserve.models.share import shared_copy
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
 
 News = Delta | MlxServeError
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -113,9 +116,24 @@ class AsyncLLM:
         """Take its name away; how many answers still use it, and go on to their end."""
         return await asyncio.wrap_future(self._worker.call(lambda engine: engine.adapters.drop(name)))
 
+    async def shared_copy(self) -> TrainingBase:
+        """What a trainer needs of the model; its weights are the ones that are served."""
+        return await asyncio.wrap_future(self._worker.call(_training_base))
+
+    def beside(self, work: Callable[[Beside[T]], T]) -> Beside[T]:
+        """Long work in turns with the engine's steps; see `Worker.beside`."""
+        return self._worker.beside(work)
+
     async def close(self) -> None:
         """Stop the engine; running requests get EngineStopped."""
         await asyncio.to_thread(self._worker.close)
+
+
+def _training_base(engine: Engine) -> TrainingBase:
+    loaded = engine.loaded
+    return TrainingBase(
+        loaded.name, loaded.path, shared_copy(loaded.model), dict(loaded.config), engine.tokenizer
+    )
 
 
 class _Mailbox:

@@ -192,6 +192,15 @@ class Engine:
         if self.config.check and not self.has_work:
             self.scheduler.check()
 
+    def settle(self) -> None:
+        """Read and deliver the tokens on their way, so that the device is free for other work."""
+        try:
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                self._commit(pending)
+        except Exception as error:
+            self._recover(error)
+
     def _advance(self) -> None:
         batch = self.scheduler.schedule()
         forward = self.runner.forward(batch) if batch is not None else None

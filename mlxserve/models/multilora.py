@@ -17,7 +17,7 @@ Sources: LoRA arXiv:2106.09685, DoRA arXiv:2402.09353; many adapters in one batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -102,11 +102,10 @@ class Factors:
         self.members: tuple[int, ...] = ()
         self.a = mx.zeros((1, self.inputs, 0), owner.dtype)
         self.b = mx.zeros((1, 0, self.outputs), owner.dtype)
-        self.gain: mx.array | None = None
-        self.shift: mx.array | None = None
+        self.scaling: tuple[mx.array, mx.array] | None = None  # gain, shift
 
     def arrays(self) -> list[mx.array]:
-        return [value for value in (self.a, self.b, self.gain, self.shift) if value is not None]
+        return [self.a, self.b, *(self.scaling or ())]
 
     def with_member(self, member: int, part: _Part) -> Factors:
         """The same with one more adapter at the end of the stack."""
@@ -115,12 +114,11 @@ class Factors:
         dtype = self.owner.dtype
         made.a = mx.concatenate([_wider(self.a, 2, rank), _wider(part.a[None].astype(dtype), 2, rank)])
         made.b = mx.concatenate([_wider(self.b, 1, rank), _wider(part.b[None].astype(dtype), 1, rank)])
-        if self.gain is not None or part.gain is not None:
-            gain, shift = self._scaling(len(self.members) + 1)
-            ones, zeros = mx.ones((self.outputs,)), mx.zeros((self.outputs,))
-            mine = (part.gain, part.shift) if part.gain is not None else (ones, zeros)
-            made.gain = mx.concatenate([gain, mine[0][None].astype(dtype)])
-            made.shift = mx.concatenate([shift, mine[1][None].astype(dtype)])
+        if self.scaling is not None or part.scaling is not None:
+            before = self.scaling or self._neutral(len(self.members) + 1)
+            mine = [value.reshape(1, -1).astype(dtype) for value in part.scaling or self._neutral(1)]
+            gain, shift = (mx.concatenate(pair) for pair in zip(before, mine))
+            made.scaling = gain, shift
         return made
 
     def without(self, member: int) -> Factors:
@@ -129,19 +127,18 @@ class Factors:
         made = self._like(tuple(known for known in self.members if known != member))
         chosen = mx.array(keep)
         made.a, made.b = self.a[chosen], self.b[chosen]
-        if self.gain is not None and self.shift is not None:
-            made.gain, made.shift = self.gain[chosen], self.shift[chosen]
+        if self.scaling is not None:
+            gain, shift = self.scaling
+            made.scaling = gain[chosen], shift[chosen]
         return made
 
     def _like(self, members: tuple[int, ...]) -> Factors:
         made = Factors.__new__(Factors)
         made.owner, made.path, made.inputs, made.outputs = self.owner, self.path, self.inputs, self.outputs
-        made.members, made.gain, made.shift = members, None, None
+        made.members, made.scaling = members, None
         return made
 
-    def _scaling(self, count: int) -> tuple[mx.array, mx.array]:
-        if self.gain is not None and self.shift is not None:
-            return self.gain, self.shift
+    def _neutral(self, count: int) -> tuple[mx.array, mx.array]:
         shape, dtype = (count, self.outputs), self.owner.dtype
         return mx.ones(shape, dtype), mx.zeros(shape, dtype)
 
@@ -155,12 +152,12 @@ class Factors:
         if choice is None:
             return y
         y = y + self._product(x.reshape(count, 1, self.inputs), choice).reshape(y.shape).astype(y.dtype)
-        if self.gain is None or self.shift is None:
+        if self.scaling is None:
             return y
+        gain, shift = self.scaling
         if choice.only is not None:
-            return y * self.gain[choice.only] + self.shift[choice.only]
-        gain, shift = self.gain[choice.places], self.shift[choice.places]  # (T, out)
-        return y * gain.reshape(y.shape) + shift.reshape(y.shape)
+            return y * gain[choice.only] + shift[choice.only]
+        return y * gain[choice.places].reshape(y.shape) + shift[choice.places].reshape(y.shape)
 
     def _product(self, x: mx.array, choice: _Choice) -> mx.array:
         """x (T, 1, in) -> (T, 1, out)."""
@@ -188,24 +185,24 @@ def _wider(value: mx.array, axis: int, size: int) -> mx.array:
 
 
 class _Part:
-    """One adapter's share of one layer: a (in, r), b (r, out) scaled; gain and shift (out,) of DoRA."""
+    """One adapter's share of one layer: a (in, r), b (r, out) scaled; of DoRA also gain and shift (out,)."""
 
     def __init__(self, layer: nn.Module, path: str, adapter: Adapter) -> None:
         self.a = adapter.arrays[f"{path}.lora_a"]
         self.b = adapter.arrays[f"{path}.lora_b"] * adapter.scales[path]
-        self.gain: mx.array | None = None
-        self.shift: mx.array | None = None
+        self.scaling: tuple[mx.array, mx.array] | None = None
         length = adapter.arrays.get(f"{path}.m")
         if length is not None:
-            self._scale_rows(layer, length)
+            self.scaling = self._scale_rows(layer, length)
 
-    def _scale_rows(self, layer: nn.Module, length: mx.array) -> None:
+    def _scale_rows(self, layer: nn.Module, length: mx.array) -> tuple[mx.array, mx.array]:
         """y = gain · (W x + Δ x) + bias, as gain · (W x + bias + Δ x) + (1 - gain) · bias."""
         merged = dense_weight(layer).astype(mx.float32) + (self.a @ self.b).T  # (out, in)
-        self.gain = length / mx.linalg.norm(merged, axis=1)
+        gain = length / mx.linalg.norm(merged, axis=1)
         bias = layer.get("bias")
-        self.shift = mx.zeros_like(self.gain) if bias is None else (1 - self.gain) * bias
-        mx.eval(self.gain, self.shift)  # one layer's dense weight at a time
+        shift = mx.zeros_like(gain) if bias is None else (1 - gain) * bias
+        mx.eval(gain, shift)  # one layer's dense weight at a time
+        return gain, shift
 
 
 class AdapterStack:
@@ -279,7 +276,7 @@ def make_plain(layer: nn.Module) -> None:
 
 
 @cache
-def _adapting(layer_class: Callable[..., Any]) -> type:
+def _adapting(layer_class: Hashable) -> type:
     base: Any = layer_class
 
     class Adapting(base):
