@@ -17,7 +17,7 @@ Sources: LoRA arXiv:2106.09685, DoRA arXiv:2402.09353; many adapters in one batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -117,7 +117,7 @@ class Factors:
         if self.scaling is not None or part.scaling is not None:
             before = self.scaling or self._neutral(len(self.members) + 1)
             mine = [value.reshape(1, -1).astype(dtype) for value in part.scaling or self._neutral(1)]
-            gain, shift = (mx.concatenate(pair) for pair in zip(before, mine))
+            gain, shift = (mx.concatenate(list(pair)) for pair in zip(before, mine))
             made.scaling = gain, shift
         return made
 
@@ -252,7 +252,8 @@ class AdapterStack:
         if factors.members:
             self._layers[factors.path] = layer._factors = factors
             if not hasattr(type(layer), "plain"):
-                layer.__class__ = _adapting(type(layer))
+                own_class: Any = type(layer)
+                layer.__class__ = _adapting(own_class)
         else:
             del self._layers[factors.path]
             make_plain(layer)

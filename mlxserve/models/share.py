@@ -39,7 +39,9 @@ def _copied(value: Any, copies: dict[int, nn.Module], arrays: list[mx.array]) ->
 
 
 def _copied_module(module: nn.Module, copies: dict[int, nn.Module], arrays: list[mx.array]) -> nn.Module:
-    made = copies[id(module)] = type(module).__new__(type(module))
+    module_class: Any = type(module)
+    made: nn.Module = module_class.__new__(module_class)
+    copies[id(module)] = made
     for key, value in module.items():
         dict.__setitem__(made, key, _copied(value, copies, arrays))
     for key, value in vars(module).items():
