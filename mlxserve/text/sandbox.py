@@ -8,9 +8,8 @@ data, no attributes of Python, and no way to fill the memory.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, wraps
@@ -23,6 +22,16 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mlxserve.text.user_text import (
+    UserText,
+    from_user,
+    holds_user_text,
+    kept,
+    plain,
+    to_json,
+    without_stand_ins,
+)
 
 MAX_CHARACTERS = 32 * 1024 * 1024  # of a whole render and of any string on the way to it
 MAX_RANGE_ITEMS = 1_000_000  # of all ranges of one render together
@@ -47,6 +56,9 @@ def environment() -> ImmutableSandboxedEnvironment:
     made.filters["tojson"] = _tojson
     for name, check in _FILTER_CHECKS.items():
         made.filters[name] = _checked_filter(made.filters[name], check)
+    for name, filter_ in made.filters.items():
+        made.filters[name] = _on_plain(filter_) if name in _READING_FILTERS else _keeping(filter_)
+    made.tests["in"] = lambda value, container: value in made.container(container)
     made.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now, range=_counted_range)
     return made
 
@@ -57,7 +69,7 @@ def start_render() -> None:
 
 
 def _raise_exception(message: Any) -> None:
-    raise TemplateRefusal(str(message))
+    raise TemplateRefusal(plain(str(message)))
 
 
 def _strftime_now(pattern: str) -> str:
@@ -71,7 +83,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
+    return to_json(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
@@ -105,12 +117,34 @@ class _BoundedCode(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        """`a in b`: a string `b` is asked as the environment's `container`."""
+        if node.op not in ("in", "notin"):
+            super().visit_Operand(node, frame)
+            return
+        self.write(f" {'not ' if node.op == 'notin' else ''}in environment.container(")
+        self.visit(node.expr, frame)
+        self.write(")")
+
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with every way to build a long string measured before or after it is built."""
+    """Jinja's sandbox with every way to build a long string measured before or after it is built.
+
+    Strings that Python builds of people's text become UserText again, so that templates can go on with them.
+    """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _BoundedCode
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """What macros and blocks that are assigned join their pieces with."""
+        return kept("".join(parts))
+
+    @staticmethod
+    def container(value: Any) -> Any:
+        """`value` for `in`: a template's own string finds people's text in itself."""
+        return UserText(value) if type(value) is str else value
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute `left operator right`, refusing what would be long."""
@@ -128,6 +162,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_method(method.__name__, owner, args)
+            if method is __obj and type(owner) is str and any(isinstance(arg, UserText) for arg in args):
+                __obj = getattr(UserText(owner), method.__name__)
         return __self.measured(super().call(__context, __obj, *args, **kwargs))
 
     def join_bounded(self, parts: tuple[Any, ...]) -> str:
@@ -137,7 +173,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def measured(self, value: Any) -> Any:
         """`value`, unless it is a string or list longer than MAX_CHARACTERS."""
         _check_length(_length(value))
-        return value
+        return kept(value)
 
 
 def _check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
@@ -195,6 +231,38 @@ def _checked_filter(filter_: Callable[..., Any], check: Callable[..., None]) -> 
         return filter_(*args, **kwargs)
 
     return checked
+
+
+# Filters that look into text by other ways than str's methods, or make numbers of it.
+_READING_FILTERS = frozenset(
+    {
+        *("e", "escape", "filesizeformat", "float", "forceescape", "int", "pprint", "striptags", "title"),
+        *("urlencode", "urlize", "wordcount", "wordwrap", "xmlattr"),
+    }
+)
+
+
+def _on_plain(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """`filter_` on plain text; where it was given people's text, all text that it makes is theirs."""
+    skipped = 1 if hasattr(filter_, "jinja_pass_arg") else 0
+
+    @wraps(filter_)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        made = filter_(*args[:skipped], *without_stand_ins(args[skipped:]), **without_stand_ins(kwargs))
+        given = [*args[skipped:], *kwargs.values()]
+        return from_user(made) if any(holds_user_text(str(value)) for value in given) else made
+
+    return wrapped
+
+
+def _keeping(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """`filter_`, whose strings stay people's text where they were."""
+
+    @wraps(filter_)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return kept(filter_(*args, **kwargs))
+
+    return wrapped
 
 
 def _length(value: Any) -> int:

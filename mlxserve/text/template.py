@@ -1,7 +1,8 @@
 """Chat templates: from messages to the one string that a model was trained on.
 
 Knows: how a template is compiled, rendered and asked what it can do. Knows nothing of tokens, nor of how
-messages are made to suit it (text/messages.py). User text only ever is data in a render.
+messages are made to suit it (text/messages.py). User text only ever is data in a render; where it comes as UserText
+(text/user_text.py), the render holds its stand-ins.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from jinja2.exceptions import SecurityError
 
 from mlxserve.errors import ModelInvalid, UsageError
 from mlxserve.text import sandbox
+from mlxserve.text.user_text import plain
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception"})
 
@@ -81,10 +83,11 @@ class ChatTemplate:
                 f"The model's chat template refuses these messages: {refusal.message}", param="messages"
             ) from refusal
         except (SecurityError, RecursionError, MemoryError, OverflowError) as error:
-            raise ModelInvalid(f"The model's chat template was stopped: {error}") from error
+            raise ModelInvalid(f"The model's chat template was stopped: {plain(str(error))}") from error
         except Exception as error:  # whatever template code does to data it did not expect
             raise UsageError(
-                f"The model's chat template cannot render these messages: {error}", param="messages"
+                f"The model's chat template cannot render these messages: {plain(str(error))}",
+                param="messages",
             ) from error
 
 

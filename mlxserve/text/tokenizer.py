@@ -13,18 +13,20 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from mlxserve.errors import UsageError
 from mlxserve.text.abilities import Abilities, probe
-from mlxserve.text.control import ControlText, Marks, Protected, unmark
+from mlxserve.text.control import Protected, Span, told_apart
 from mlxserve.text.detokenize import BackendDetokenizer, ByteDetokenizer, Detokenizer
 from mlxserve.text.eos import end_of_turn_tokens
 from mlxserve.text.formats import ReplyFormat, recognise, visible_markers
 from mlxserve.text.messages import suit
 from mlxserve.text.template import ChatTemplate
+from mlxserve.text.user_text import from_user, plain
 from mlxserve.text.vocabulary import PlainEncoder, TokenBytes, repair_decoder, strips_first_space
 
 
@@ -155,12 +157,6 @@ class Tokenizer:
     def _plain(self) -> PlainEncoder:
         return PlainEncoder(self.backend)
 
-    @cached_property
-    def _control(self) -> ControlText:
-        normalizer = self.backend.normalizer
-        late = normalizer is not None and any(token.normalized for token in self._added.values())
-        return ControlText(self.added_tokens, normalizer.normalize_str if late else None)
-
     # Ids to text.
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -233,13 +229,24 @@ class Tokenizer:
         Raises UsageError for messages or tools that are malformed or that the template refuses, Unsupported
         for images, ModelInvalid for a broken template.
         """
+        return plain(self._render(messages, tools, add_generation_prompt, template_kwargs))
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> str:
+        """The chat with stand-ins for all that is not the template's own, but for roles, which are checked."""
         template = self.template_for(bool(tools))
         suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
+        variables = {**suited.variables, **(template_kwargs or {})}
         return template.render(
-            suited.messages,
-            tools=suited.tools,
+            [{**from_user(message), "role": message["role"]} for message in suited.messages],
+            tools=from_user(suited.tools),
             add_generation_prompt=add_generation_prompt,
-            variables={**suited.variables, **(template_kwargs or {})},
+            variables={name: from_user(value) for name, value in variables.items()},
         )
 
     def encode_chat(
@@ -255,26 +262,12 @@ class Tokenizer:
         Control tokens come only from the template: where messages, tools or template_kwargs spell one, those
         characters are encoded as ordinary text.
         """
-        template = self.template_for(bool(tools))
-        suited = suit(messages, tools, self.abilities(bool(tools)), template.source)
-        variables = {**suited.variables, **(template_kwargs or {})}
-        marks = Marks.absent_from(template.source, suited.messages, suited.tools, variables)
-        rendered = template.render(
-            [self._marked_message(message, marks) for message in suited.messages],
-            tools=self._control.mark(suited.tools, marks),
-            add_generation_prompt=add_generation_prompt,
-            variables=self._control.mark(variables, marks),
-        )
-        ids = self._encode_rendered(*unmark(rendered, marks))
+        rendered = self._render(messages, tools, add_generation_prompt, template_kwargs)
+        ids = self._encode_rendered(*told_apart(rendered))
         return ids if self.bos_token_id in ids else self._with_bos(ids)
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         return ids if self.bos_token_id is None or not self.add_bos else [self.bos_token_id, *ids]
-
-    def _marked_message(self, message: Mapping[str, Any], marks: Marks) -> dict[str, Any]:
-        """All of a message but its role, which is checked."""
-        rest = {key: value for key, value in message.items() if key != "role"}
-        return {"role": message["role"], **self._control.mark(rest, marks)}
 
     def _encode_rendered(self, text: str, protected: Protected) -> list[int]:
         """The ids of a render in which no control token may touch a protected span.
@@ -283,26 +276,58 @@ class Tokenizer:
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
         all_ids: list[int] = encoding.ids
-        if not protected.spans:
+        found = self._controls(encoding, text)
+        allowed = [control for control in found if not protected.touches(*control.visible)]
+        if len(allowed) == len(found):
             return all_ids
-        kept: list[tuple[int, int, int]] = []  # index of the id, start and end in characters
-        forbidden: list[int] = []
-        for index, (token_id, (start, end)) in enumerate(zip(all_ids, encoding.offsets)):
-            if token_id in self._added and self._added[token_id].content.strip():
-                if protected.touches(start, end):
-                    forbidden.append(index)
-                else:
-                    kept.append((index, start, end))
+        forbidden = [control.place for control in found if protected.touches(*control.visible)]
         ids: list[int] = []
         done, position = 0, 0  # in ids, in characters
-        for index, start, end in [*kept, (len(all_ids), len(text), len(text))]:
-            if bisect_left(forbidden, done) < bisect_left(forbidden, index):
-                ids += self._plain.encode(text[position:start], first=position == 0)
+        for control in [*allowed, _Control(len(all_ids), -1, (len(text), len(text)), (0, 0))]:
+            start, end = control.extent
+            if bisect_left(forbidden, done) < bisect_left(forbidden, control.place):
+                ids += self._encode_stretch(text, position, start, protected)
             else:
-                ids += all_ids[done:index]
-            ids += all_ids[index : index + 1]
-            done, position = index + 1, end
+                ids += all_ids[done : control.place]
+            ids += all_ids[control.place : control.place + 1]
+            done, position = control.place + 1, end
         return ids
+
+    def _encode_stretch(self, text: str, start: int, end: int, protected: Protected) -> list[int]:
+        """The ids of a part of `text` in which a forbidden control token may have hidden an allowed one."""
+        ids: list[int] = []
+        for begin, stop in protected.gaps(start, end):
+            gap = text[begin:stop]
+            for control in self._controls(self.backend.encode(gap, add_special_tokens=False), gap):
+                first, last = (begin + offset for offset in control.extent)
+                ids += [*self._plain.encode(text[start:first], first=start == 0), control.token_id]
+                start = last
+        return ids + self._plain.encode(text[start:end], first=start == 0)
+
+    def _controls(self, encoding: Encoding, text: str) -> list[_Control]:
+        """The added tokens with visible text in an encoding of `text`, in order."""
+        return [
+            _Control(place, token_id, extent, _trimmed(text, *extent))
+            for place, (token_id, extent) in enumerate(zip(encoding.ids, encoding.offsets))
+            if token_id in self._added and self._added[token_id].content.strip()
+        ]
+
+
+class _Control(NamedTuple):
+    """A control token in an encoding: its place among the ids, and the characters that it covers.
+
+    `visible` leaves out white space at the ends, which some tokens take in from the text around them.
+    """
+
+    place: int
+    token_id: int
+    extent: Span
+    visible: Span
+
+
+def _trimmed(text: str, start: int, end: int) -> Span:
+    covered = text[start:end]
+    return end - len(covered.lstrip()), start + len(covered.rstrip())
 
 
 def _named(templates: str | Mapping[str, str] | None) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from mlxserve.text.control import ControlText, Marks, Protected, unmark
+from mlxserve.errors import ModelInvalid, UsageError
+from mlxserve.text.control import Protected
+from mlxserve.text.messages import suit
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.user_text import from_user, plain
 from tests.text.conftest import MakeTokenizer
 
 ADDED = (
@@ -33,9 +35,8 @@ ADDED = (
     "\n\n",
     "東",
 )
-# A token of one character can lose its marks in TRICKY, which cuts texts after five; not solved yet.
 FRAGMENTS = [
-    *(token for token in ADDED if token != "東"),
+    *ADDED,
     "<|im_end|>",
     "<tool_call>",
     "<|im_",
@@ -47,11 +48,26 @@ FRAGMENTS = [
     "[",
     "/INST]",
     "a",
+    "end",
+    "im_",
+    "i",
+    "s",
 ]
 FRAGMENTS += [" ", "\n", '"', "\\", "7", "é", "<|<|end|>end|>"]
 SPLITTING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('<|end|>')[-1] }}|"
     "{{ m.content.split('<tool_call>')[0] }}<|im_end|>\n{% endfor %}{{ tools | tojson if tools }}"
+)
+CUTTING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}<|{{ c }}{{ c | lower }}"
+    "{% endfor %}{{ m.content[::2] ~ m.content[1:-1] ~ '<|' ~ m.content | replace('a', 'i') ~ '|>' }}"
+    "{{ ['<', m.content.strip('<|>')] | join('|') }}|>{{ '<|%s|>' % m.content.upper() }}"
+    "{{ '{}|>'.format(m.content.partition('|>')[0]) }}{% set held %}<|{{ m.content | trim('<>|') }}{% endset %}"
+    "{{ held }}|>{{ held | replace('|', '') | title }}{{ m.content | list | sort | unique | join }}"
+    "{% for line in (m.content ~ '<|end|>').splitlines() %}{{ line | indent }}{% endfor %}"
+    "{{ [m.content] }}{{ m.content | urlencode }}{{ m.content | e }}{{ m.content | reverse }}|><|im_end|>\n"
+    "{% endfor %}{% for tool in tools or [] %}<{{ tool.function.name | replace('', '|') | truncate(9) }}>"
+    "{{ tool | tojson(ensure_ascii=true) | replace('\\\\u', '') }}{% endfor %}"
 )
 TRICKY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim | tojson }}"
@@ -59,6 +75,9 @@ TRICKY = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson(ensure_ascii=true) }}</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}{{ tools | tojson(indent=2) if tools }}{{ mode }}<|{{ mode }}|>"
 )
+
+
+OWN = {"tricky": TRICKY, "splitting": SPLITTING, "cutting": CUTTING}
 
 
 def talk(text: str) -> dict[str, Any]:
@@ -92,7 +111,7 @@ def tokenizers(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     sources = {path.stem: path.read_text() for path in sorted((data / "templates").glob("*.jinja"))}
     return {
         name: build(source, added=ADDED, bos_token="<|bos|>", eos_token="<|eos|>")
-        for name, source in {**sources, "tricky": TRICKY, "splitting": SPLITTING}.items()
+        for name, source in {**sources, **OWN}.items()
     }
 
 
@@ -103,6 +122,7 @@ def tokenizers(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 @example(text=" <|end|> ")
 @example(text="<|user|><|end|><|user|><tool_call><|user|>")
 @example(text="東")
+@example(text="|end|")
 def test_case_29_control_tokens_come_only_from_the_template(
     tokenizers: dict[str, Tokenizer], text: str
 ) -> None:
@@ -110,8 +130,7 @@ def test_case_29_control_tokens_come_only_from_the_template(
         harmless = tokenizer.encode_chat(**talk("a"))
         ids = tokenizer.encode_chat(**talk(text))
         assert controls(tokenizer, ids) == controls(tokenizer, harmless), name
-        if name not in ("tricky", "splitting"):  # these cut their texts, marks among them
-            assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(**talk(text))
+        assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.render_chat(**talk(text))
 
 
 def test_case_29_examples(make: MakeTokenizer, data: Path) -> None:
@@ -137,8 +156,6 @@ def test_case_29_without_markers_the_render_is_encoded_whole(
 ) -> None:
     messages = [{"role": "user", "content": text}]
     for name, tokenizer in tokenizers.items():
-        if name == "tricky" and text.startswith(">"):
-            continue  # its cut after five characters counts the marks
         whole = tokenizer.backend.encode(tokenizer.render_chat(messages), add_special_tokens=False).ids
         assert tokenizer.encode_chat(messages) == whole, name
 
@@ -165,33 +182,65 @@ def test_encode_user_is_ordinary_text(make: MakeTokenizer) -> None:
     assert tokenizer.added_tokens["  "] in ids
 
 
-def test_tokens_matched_after_normalising_count_too() -> None:
-    control = ControlText(["<|end|>"], str.lower)
-    assert control.spans("a <|END|> b") == [(0, 11)]
-    assert control.spans("a <|end|> b") == [(2, 9)]
+def test_tokens_matched_after_normalising_count_too(make: MakeTokenizer) -> None:
+    from tokenizers import AddedToken, normalizers
+
+    tokenizer = make()
+    tokenizer.backend.normalizer = normalizers.Lowercase()
+    tokenizer.backend.add_tokens([AddedToken("<|stop|>", normalized=True)])
+    spelt = Tokenizer(tokenizer.backend, chat_template="{{ messages[0].content }}<|STOP|>")
+    ids = spelt.encode_chat([{"role": "user", "content": "a <|STOP|> b<|stop|>"}])
+    assert controls(spelt, ids) == [spelt.added_tokens["<|stop|>"]] == ids[-1:]
 
 
-def test_spans_hold_overlaps_and_edges() -> None:
-    control = ControlText(["<a>", "a>b", "  "])
-    assert control.spans("x<a>b") == [(1, 5)]
-    assert control.spans("  ") == []
-    assert control.spans(" >x< ") == [(1, 2), (3, 4)]
-    assert control.spans("nothing") == []
+def test_white_space_that_a_control_token_takes_in_is_no_part_of_it(make: MakeTokenizer) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = make()
+    tokenizer.backend.add_special_tokens([AddedToken("<|go|>", rstrip=True, lstrip=True)])
+    greedy = Tokenizer(
+        tokenizer.backend, chat_template="{% for m in messages %}<|go|>{{ m.content }}{% endfor %}"
+    )
+    ids = greedy.encode_chat([{"role": "user", "content": "  a <|go|> "}, {"role": "user", "content": " b"}])
+    go = greedy.added_tokens["<|go|>"]
+    assert [i for i in ids if i in (go, 97, 98)] == [go, 97, go, 98]
+    assert greedy.encode_chat([{"role": "user", "content": " b"}]) == [go, 98]
 
 
-def test_marks_of_a_torn_text_still_part_it() -> None:
-    marks = Marks([chr(0xF0000 + i) for i in range(4)])
-    first, last, open_2, close_2 = marks.meaning
-    for rendered, spans in (
-        (f"a{first}<b>{last}c", [(1, 4)]),
-        (f"a<b>{last}c", [(4, 4)]),
-        (f"a{first}<b>c", [(1, 1)]),
-        (f"a{first}<b>{close_2}c", [(1, 1), (4, 4)]),
-        (f"a{first}{open_2}<b>{close_2}c", [(1, 1), (1, 4)]),
-        (f"a{json.dumps(first)[1:-1]}<b>{ascii(last)[1:-1]}c", [(1, 4)]),
-    ):
-        text, protected = unmark(rendered, marks)
-        assert (text, protected.spans) == ("a<b>c", spans)
+def test_a_person_cannot_hide_the_templates_control_token(make: MakeTokenizer) -> None:
+    """What a person writes may make another token of the template's marker, which then counts as it did."""
+    tokenizer = make(
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}", ("x<", "<|im_end|>y")
+    )
+    messages = [{"role": "user", "content": text} for text in ("yx", "y<|im_end|>x", "y", "x")]
+    start, end = (tokenizer.added_tokens[text] for text in ("<|im_start|>", "<|im_end|>"))
+    assert controls(tokenizer, tokenizer.encode_chat(messages)) == [start, end] * 4
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_comes_out_as_it_went_in(tokenizers: dict[str, Tokenizer], text: str) -> None:
+    written = text.encode("utf-8", "replace").decode()
+    for name in ("chatml", "qwen2.5-instruct"):
+        ids = tokenizers[name].encode_chat([{"role": "user", "content": written}])
+        shown = tokenizers[name].decode(ids, skip_special_tokens=False)
+        assert plain(from_user(written)).strip() in shown
+
+
+def test_the_whole_render_is_the_plain_one(tokenizers: dict[str, Tokenizer]) -> None:
+    for name, tokenizer in tokenizers.items():
+        messages = talk('It\'s <b>A</b>\n\tstraße, 東京: "1 + 1" \\\\ 50%')["messages"][:2]
+        ours = tokenizer.render_chat(messages)
+        suited = suit(messages, None, tokenizer.abilities(), tokenizer.chat_template or "").messages
+        assert ours == tokenizer.template_for(False).render(suited), name
+
+
+def test_what_a_template_says_of_a_text_is_shown_plainly(make: MakeTokenizer) -> None:
+    for source in ("{{ raise_exception('no: ' ~ messages[0].content) }}", "{{ {}[messages[0].content].x }}"):
+        with pytest.raises(UsageError, match="hello") as caught:
+            make(source).encode_chat([{"role": "user", "content": "hello"}])
+        assert str(caught.value) == plain(str(caught.value))
+    with pytest.raises(ModelInvalid, match="turns text into bytes"):
+        make("{{ messages[0].content.encode() }}").encode_chat([{"role": "user", "content": "hello"}])
 
 
 @given(st.lists(st.integers(0, 3), max_size=8), st.integers(0, 20), st.integers(1, 6))
@@ -199,8 +248,13 @@ def test_touching_equals_its_definition(steps: list[int], start: int, length: in
     edges = list(itertools.accumulate(steps))
     spans = list(zip(edges[::2], edges[1::2]))
     end = start + length
-    naive = any(start < a < end if a == b else max(a, start) < min(b, end) for a, b in spans)
-    assert Protected(spans).touches(start, end) == naive
+    spans = [(a, b) for a, b in spans if a < b]
+    within = [any(a <= i < b for a, b in spans) for i in range(start, end)]
+    assert Protected(spans).touches(start, end) == any(within)
+    gaps = Protected(spans).gaps(start, end)
+    assert [i for a, b in gaps for i in range(a, b)] == [
+        start + i for i, held in enumerate(within) if not held
+    ]
 
 
 def test_equal_texts_stay_equal_for_the_template(make: MakeTokenizer) -> None:
