@@ -67,16 +67,29 @@ def text_config(config: Config) -> dict[str, Any]:
 
 def kv_layers(config: Config) -> list[KvLayer]:
     """Every layer that stores keys and values, in order. Raises ModelInvalid, naming a missing field."""
+    return [layer for layer in kv_by_layer(config) if layer is not None]
+
+
+def kv_by_layer(config: Config) -> list[KvLayer | None]:
+    """An entry for each layer of the model, None where it stores no keys and values. Raises as `kv_layers`."""
     text = text_config(config)
     name = _definition(text)
-    kinds = _layer_kinds(text)[: _count(text, *LAYERS) - int(text.get("num_kv_shared_layers") or 0)]
+    kinds = _layer_kinds(text)
+    sharing = int(text.get("num_kv_shared_layers") or 0)
     window = _window(text) if name in WINDOWED else None
-    layers = []
-    for kind in kinds:
-        if kind not in STATEFUL:
-            sliding = window is not None and "full" not in kind and kind not in ("attention", "*")
-            layers.append(KvLayer(_values(text, name, sliding), window if sliding else None))
+    layers: list[KvLayer | None] = []
+    for number, kind in enumerate(kinds):
+        if kind in STATEFUL or number >= _count(text, *LAYERS) - sharing:
+            layers.append(None)
+            continue
+        sliding = window is not None and "full" not in kind and kind not in ("attention", "*")
+        layers.append(KvLayer(_values(text, name, sliding), window if sliding else None))
     return layers
+
+
+def is_latent(config: Config) -> bool:
+    """True where the cache holds one compressed latent for all heads, which no rank can hold a part of."""
+    return _definition(text_config(config)) in LATENT
 
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")

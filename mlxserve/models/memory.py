@@ -119,9 +119,14 @@ def kv_bytes(
     no more than it.
     """
     values = sum(layer.values * layer.tokens(context) for layer in kv_layers(config))
-    if kv_bits == FLOAT_BITS:
-        return sequences * values * float_bytes
-    return sequences * round(values * (kv_bits / 8 + 2 * float_bytes / group_size))
+    return sequences * round(values * bytes_per_value(kv_bits, group_size, float_bytes))
+
+
+def bytes_per_value(
+    kv_bits: int = FLOAT_BITS, group_size: int = KV_GROUP_SIZE, float_bytes: int = 2
+) -> float:
+    """Bytes of one number in the K/V cache, with its part of a group's scale and bias."""
+    return float(float_bytes) if kv_bits == FLOAT_BITS else kv_bits / 8 + 2 * float_bytes / group_size
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], **settings: Any) -> int:
