@@ -85,7 +85,9 @@ class ServerConfig:
     keep_alive_s: idle time after which a model that was loaded on demand is unloaded; None for never.
     load_wait_s: how long a request waits for running models to make room. memory_bytes: budget of all
     loaded models together; None asks the machine. adapter_dirs: where callers may load adapters from; empty
-    means anywhere, as long as the server is bound to loopback. log_prompts: texts in the log, never by default.
+    means anywhere, as long as the server is bound to loopback. data_dir: uploaded files, fine-tuning jobs and
+    what they trained; None keeps none of them. max_file_bytes, stored_file_bytes: of one upload, and of all.
+    log_prompts: texts in the log, never by default.
     """
 
     host: str = "127.0.0.1"
@@ -106,5 +108,9 @@ class ServerConfig:
     stored_responses: int = 512
     stored_response_bytes: int = 64 * MIB
     adapter_dirs: tuple[Path, ...] = ()
+    data_dir: Path | None = None
+    max_file_bytes: int = 512 * MIB
+    stored_file_bytes: int = 4 * GIB
+    upload_timeout_s: float = 600.0
     log_format: str = "text"
     log_prompts: bool = False

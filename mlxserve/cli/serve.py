@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,11 @@ class Plan:
     multiple=True,
     type=click.Path(path_type=Path, file_okay=False),
     help="Where callers may load adapters from.  [default: anywhere, while only this machine can call]",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="For uploaded files and fine-tuning jobs.  [default: ~/.local/share/mlxserve]",
 )
 @click.option("--pin", is_flag=True, help="Keep the models named here in memory, whatever else is asked for.")
 @click.option("--host", help=f"The address to listen on.  [default: {DEFAULTS.host}]")
@@ -170,12 +176,18 @@ def make_plan(
     running = {name: value for name, value in given.items() if name in EngineConfig.__dataclass_fields__}
     plan = Plan(
         chosen or (ModelChoice(name=DEFAULT_MODEL, pin=pin),),
-        replace(ServerConfig(), **{**file.section("server"), **server}),
+        replace(ServerConfig(), **{"data_dir": _data_dir(), **file.section("server"), **server}),
         replace(load, **_unless_said(file.section("load"), "load", said)),
         replace(engine, **{**_unless_said(file.section("engine"), "engine", said), **running}),
     )
     _check(plan.server)
     return plan
+
+
+def _data_dir() -> Path:
+    """Where XDG's rules put a program's data."""
+    root = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(root) / "mlxserve"
 
 
 def with_adapters(plan: Plan, said: Sequence[str]) -> Plan:
@@ -228,6 +240,7 @@ def _set_up_log(server: ServerConfig) -> None:
 async def _serve(plan: Plan) -> None:
     import mlx.core as mx
 
+    from mlxserve.cli.trainer import JobTrainer
     from mlxserve.engine.memory import machine_budget
     from mlxserve.server.app import make_app
     from mlxserve.server.lifecycle import bind, serve, warnings_for
@@ -250,7 +263,8 @@ async def _serve(plan: Plan) -> None:
         for warning in warnings_for(plan.server):
             say(f"Warning: {warning}")
         say(f"Listening on {_address(plan.server, listener.getsockname()[1])}")
-        await serve(make_app(plan.server, models), plan.server, listener)
+        app = make_app(plan.server, models, JobTrainer())
+        await serve(app, plan.server, listener)
     finally:
         await models.close()
         listener.close()

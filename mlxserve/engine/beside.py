@@ -87,6 +87,7 @@ class Beside(Generic[T]):
         return self._limit_s
 
     def _run(self) -> None:
+        self.future.set_running_or_notify_cancel()  # whoever loses interest calls `stop`
         self._go.acquire()
         try:
             if self._stopped:

@@ -23,7 +23,7 @@ ENDPOINTS = {
     "openai": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models"],
     "anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
     "ollama": ["/api/chat", "/api/generate", "/api/embed", "/api/tags", "/api/show", "/api/pull", "/api/ps"],
-    "adapters": ["/v1/adapters"],
+    "adapters": ["/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"],
     "editors": ["/tokenize", "/detokenize", "/apply-template", "/infill"],
 }
 

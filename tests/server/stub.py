@@ -24,7 +24,7 @@ from mlxserve.errors import EngineStopped, ModelNotFound, Unsupported
 from mlxserve.request import Delta, FinishReason, Metrics, Request, TokenLogprob
 from mlxserve.server.app import make_app
 from mlxserve.server.models import ModelRegistry
-from mlxserve.server.ports import ModelCard, PullProgress
+from mlxserve.server.ports import ModelCard, PullProgress, Trainer
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from tests import tiny
@@ -260,8 +260,10 @@ class StubLoader:
 class RunningServer:
     """A real uvicorn on a free port of 127.0.0.1, in a thread of its own."""
 
-    def __init__(self, loader: StubLoader, config: ServerConfig, budget_bytes: int = 1000) -> None:
-        self.loader, self.config, self._budget = loader, config, budget_bytes
+    def __init__(
+        self, loader: Any, config: ServerConfig, budget_bytes: int = 1000, trainer: Trainer | None = None
+    ) -> None:
+        self.loader, self.config, self._budget, self._trainer = loader, config, budget_bytes, trainer
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -278,7 +280,7 @@ class RunningServer:
             keep_alive_s=self.config.keep_alive_s,
             load_wait_s=self.config.load_wait_s,
         )
-        self.app = make_app(self.config, self.models)
+        self.app = make_app(self.config, self.models, self._trainer)
         settings = uvicorn.Config(
             self.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1, lifespan="on"
         )
