@@ -275,8 +275,10 @@ class InTurns:
             (self._forward, lambda piece: self._loss(piece, None)),
         ):
             for tokens in PROBES:
+                limit_s = self._seat.pause()
+                if limit_s is not None and speed.seconds(tokens) > limit_s:
+                    break
                 piece = make_batch([_short(longest, tokens + 1)], [0])
-                self._seat.pause()
                 work(piece)  # the first run of a shape is slower than those that follow
                 self._seat.pause()
                 began = time.perf_counter()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mlxserve.engine.beside import Beside
 from mlxserve.engine.engine import Engine, Sink
+from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request
 
@@ -97,7 +98,7 @@ class Worker:
             self._closed = True
             self._inbox.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            join_fully(self._thread)
 
     # -- on the worker's thread ----------------------------------------------------------------------------
 

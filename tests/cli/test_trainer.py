@@ -69,6 +69,7 @@ def _turns(
 def test_pieces_add_up_to_the_batch(base: TrainingBase, tmp_path: Path) -> None:
     prepared = _prepared(base, tmp_path)
     trainer, turns, _ = _turns(base, prepared, Seat(limit_s=0.0001))
+    turns._forward_and_back.record(32, 0.0001)
     batch = trainer._batch(trainer.train_data, list(range(6)))
     whole = trainer.stepper.gradient(batch, None, 0)
     sizes: list[int] = []

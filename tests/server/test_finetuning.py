@@ -79,7 +79,7 @@ def _wait(client: openai.OpenAI, job_id: str, good: Callable[[Any], bool]) -> An
 
 
 def _teach(client: openai.OpenAI, **settings: Any) -> Any:
-    hyper = {"n_epochs": 40, "batch_size": 4, "learning_rate_multiplier": 100}
+    hyper = {"n_epochs": 12, "batch_size": 4, "learning_rate_multiplier": 200}
     values: dict[str, Any] = {
         "model": "base",
         "training_file": _upload(client, ROWS),
@@ -134,7 +134,7 @@ def test_what_no_file_may_be(client: openai.OpenAI, server: RunningServer) -> No
 
 def test_a_job_whose_adapter_answers(client: openai.OpenAI, server: RunningServer) -> None:
     """Trained while a stream runs, which says what it says without; then served under the name it reports."""
-    long: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    long: dict[str, Any] = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
     alone = _said(client, "base", **long)
     assert "yo!" not in _said(client, "base")
     job = _teach(client, suffix="greeting", validation_file=_upload(client, ROWS[:2]))
@@ -146,20 +146,20 @@ def test_a_job_whose_adapter_answers(client: openai.OpenAI, server: RunningServe
     assert beside == [alone] * 3
     job = _wait(client, job.id, lambda job: job.status == "succeeded")
     assert job.fine_tuned_model.startswith("base@ft-greeting-") and job.trained_tokens > 0
-    assert job.hyperparameters.n_epochs == 40 and job.finished_at >= job.created_at and job.error is None
+    assert job.hyperparameters.n_epochs == 12 and job.finished_at >= job.created_at and job.error is None
     assert _said(client, job.fine_tuned_model) == "yo!"
     assert _said(client, "base", **long) == alone
     assert job.fine_tuned_model in [model.id for model in client.models.list()]
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=100))
     losses = [event.data["train_loss"] for event in events if event.data and "train_loss" in event.data]
-    assert len(losses) == 80 and losses[0] < 0.1 * losses[-1]  # the newest first
+    assert len(losses) == 24 and losses[0] < 0.1 * losses[-1]  # the newest first
     assert any("valid_loss" in (event.data or {}) for event in events)
     first = list(client.fine_tuning.jobs.list_events(job.id, limit=3).data)
     assert [event.id for event in first] == [event.id for event in events[:3]]
     csv = client.files.content(job.result_files[0]).text.splitlines()
-    assert csv[0] == "step,train_loss,valid_loss" and len(csv) > 80
+    assert csv[0] == "step,train_loss,valid_loss" and len(csv) > 24
     checkpoints = client.fine_tuning.jobs.checkpoints.list(job.id).data
-    assert [c.step_number for c in checkpoints] == [80, 78, 76]
+    assert [c.step_number for c in checkpoints] == [24, 22, 20]
     assert _said(client, checkpoints[0].fine_tuned_model_checkpoint) == "yo!"
 
 
