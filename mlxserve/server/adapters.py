@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
-from mlxserve.errors import ModelNotFound
+from mlxserve.errors import ModelNotFound, UsageError
 from mlxserve.server.answer import json_response, read_json, service_of
 from mlxserve.server.book import KnownAdapter
 from mlxserve.server.faults import Forbidden
@@ -79,7 +79,11 @@ def allowed_folder(path: str, config: ServerConfig) -> Path:
 
     With adapter_dirs only what lies in one of them; without, anything, as long as only this machine can call.
     """
-    folder = Path(path).expanduser()
+    try:
+        folder = Path(path).expanduser()
+        folder.resolve()
+    except (RuntimeError, ValueError, OSError) as error:  # no such user, a NUL inside, a circle of links
+        raise UsageError(f"{path!r} is no folder's name.", param="path") from error
     if config.adapter_dirs:
         roots = [root.expanduser().resolve() for root in config.adapter_dirs]
         real = (roots[0] / folder).resolve()

@@ -189,6 +189,9 @@ def test_whose_folders_a_caller_may_name(tmp_path: Path) -> None:
         with pytest.raises(Forbidden):
             allowed_folder(path, inside)
     assert allowed_folder("/etc", ServerConfig()) == Path("/etc")
+    for path in ("~nobody-of-this-name/x", "a\0b"):
+        with pytest.raises(UsageError, match="no folder's name"):
+            allowed_folder(path, ServerConfig())
     with pytest.raises(Forbidden, match="--adapter-dir"):
         allowed_folder("/etc", ServerConfig(host="0.0.0.0"))
 
