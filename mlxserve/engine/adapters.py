@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.engine.memory import machine_budget
-from mlxserve.errors import DoesNotFit, ModelNotFound, UsageError
+from mlxserve.errors import DoesNotFit, ModelNotFound, Unsupported, UsageError
 from mlxserve.models.adapters import Adapter, digest_of, read
 from mlxserve.models.layout import read_layout
 from mlxserve.models.load import LoadedModel
@@ -48,10 +48,15 @@ class AdapterInfo:
 
 
 class Adapters:
-    """Adapters on one loaded model. users: how many requests of the engine have a digest."""
+    """Adapters on one loaded model. users: how many requests of the engine have a digest.
 
-    def __init__(self, loaded: LoadedModel, way: str, users: Callable[[str], int]) -> None:
-        self.loaded, self.way, self._users = loaded, way, users
+    alone: False where other processes hold parts of the model; they know nothing of adapters.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, way: str, users: Callable[[str], int], *, alone: bool = True
+    ) -> None:
+        self.loaded, self.way, self._users, self.alone = loaded, way, users, alone
         self.stack = AdapterStack(loaded.model, loaded.dtype)
         self._named: dict[str, AdapterInfo] = {}
         self._ids: dict[str, int] = {}  # by digest; also of those whose last requests still run
@@ -70,6 +75,10 @@ class Adapters:
             raise UsageError(
                 f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-' only.",
                 param="adapter",
+            )
+        if not self.alone:
+            raise Unsupported(
+                "Adapters are not served by a model that several machines share.", param="adapter"
             )
         adapter = read(folder)
         digest = digest_of(folder)

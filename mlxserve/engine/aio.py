@@ -18,7 +18,7 @@ from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
 from mlxserve.engine.worker import Worker
-from mlxserve.errors import EngineStopped, MlxServeError
+from mlxserve.errors import EngineStopped, MlxServeError, Unsupported
 from mlxserve.models.share import shared_copy
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
@@ -136,6 +136,8 @@ class AsyncLLM:
 
 def _training_base(engine: Engine) -> TrainingBase:
     loaded = engine.loaded
+    if not engine.adapters.alone:
+        raise Unsupported("A model that several machines share is not fine-tuned here.", param="model")
     return TrainingBase(
         loaded.name, loaded.path, shared_copy(loaded.model), dict(loaded.config), engine.tokenizer
     )

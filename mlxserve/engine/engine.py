@@ -112,12 +112,9 @@ class Engine:
         self._shared = ranks is not None
         self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
-<<<<<<< HEAD
-        self.adapters = Adapters(loaded, self.way, self._users_of)
-        self.runner = self._make_runner()
-        self.scheduler = Scheduler(self.config, self.memory, tokenizer.eos_token_ids, _random_seed)
-=======
+        self.adapters = Adapters(loaded, self.way, self._users_of, alone=ranks is None)
         self.runner = self._make_runner(ranks)
+        self.runner.take_adapters(self.adapters.stack, self.adapters.id_of)
         self.scheduler = Scheduler(
             self.config,
             self.memory,
@@ -125,7 +122,6 @@ class Engine:
             _random_seed,
             micro_batches=self.micro_batches,
         )
->>>>>>> main
         self.persistence = self._open_disk()
         self.counters = Counters()
         self.notes = [*loaded.notes, *self._notes()]
@@ -218,9 +214,8 @@ class Engine:
     def settle(self) -> None:
         """Read and deliver the tokens on their way, so that the device is free for other work."""
         try:
-            if self._pending is not None:
-                pending, self._pending = self._pending, None
-                self._commit(pending)
+            while self._pending:
+                self._commit_oldest()
         except Exception as error:
             self._recover(error)
 
@@ -454,13 +449,9 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
-<<<<<<< HEAD
-            mean = self.runner.model.hidden(mx.array(ids), number).astype(mx.float32).mean(axis=0)  # (H,)
-            vectors.append((mean / mx.maximum(mx.linalg.norm(mean), 1e-12)).tolist())
-        return vectors  # type: ignore[return-value]
-=======
+        if number:
+            return [self.runner.embed_through(ids, number) for ids in batch]
         return [self.runner.embed(ids) for ids in batch]
->>>>>>> main
 
     # -- set-up and figures ----------------------------------------------------------------------------------
 
@@ -520,32 +511,6 @@ class Engine:
         free = machine_budget() - mx.get_active_memory()
         return plan_memory(self._sizes, self.config, self.loaded.context, free)
 
-<<<<<<< HEAD
-    def _make_runner(self) -> Runner:
-        pages = tuple(spec.pages for spec in self.memory.groups)
-        model: PagedModel | SoloModel
-        if self.way == SOLO:
-            model = SoloModel(self.loaded.model, self.adapters.stack)
-        else:
-            model = PagedModel(
-                self.loaded.model,
-                self.way,
-                page_size=self.config.page_size,
-                group_pages=[0] * len(pages),
-                kv_bits=self.config.kv_bits,
-                kv_group_size=self.config.kv_group_size,
-                adapters=self.adapters.stack,
-            )
-        limits = Limits(pages, self.memory.state_slots)
-        return Runner(
-            model,
-            slots=self.config.max_sequences,
-            context=self.loaded.context,
-            page_size=self.config.page_size,
-            limits=limits,
-            adapter_id=self.adapters.id_of,
-        )
-=======
     def _make_runner(self, ranks: Ranks | None) -> Runner:
         """The runner; with several ranks, one that has as much room as all of them have."""
         limits = Limits(tuple(spec.pages for spec in self.memory.groups), self.memory.state_slots)
@@ -556,7 +521,6 @@ class Engine:
         groups = tuple(replace(spec, pages=n) for spec, n in zip(self.memory.groups, limits.pages))
         self.memory = replace(self.memory, groups=groups, state_slots=limits.state_slots)
         return ranks.make_runner(self.loaded.model, self.way, self.config, context=context, limits=limits)
->>>>>>> main
 
     def limit_cache(self, limit_bytes: int) -> None:
         """Let pages and recurrent state take `limit_bytes` together from now on, between two steps.

@@ -23,12 +23,8 @@ from mlxserve.engine.batch import Batch
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
-<<<<<<< HEAD
 from mlxserve.models.multilora import AdapterStack
-from mlxserve.models.paged import PagedModel, Step
-=======
 from mlxserve.models.paged import SOLO, PagedModel, Step
->>>>>>> main
 from mlxserve.request import TokenLogprob
 
 # Pages or state slots that a pool starts with.
@@ -89,9 +85,9 @@ class SoloModel:
 
     windows: tuple[int | None, ...] = ()
 
-    def __init__(self, model: nn.Module, adapters: AdapterStack) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.adapters = adapters
+        self.adapters = AdapterStack(model, mx.float32)
         self._caches: list[object] = []
 
     def forward(self, ids: mx.array, step: Step) -> mx.array:
@@ -135,23 +131,13 @@ class SoloModel:
 
 
 class Runner:
-    """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest.
-
-    adapter_id: the model's number of an adapter that an admission names.
-    """
+    """One model's arrays by slot. slots: how many sequences run at once; context: tokens of the longest."""
 
     def __init__(
-        self,
-        model: PagedModel | SoloModel,
-        *,
-        slots: int,
-        context: int,
-        page_size: int,
-        limits: Limits,
-        adapter_id: Callable[[str], int],
+        self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int, limits: Limits
     ) -> None:
         self.model = model
-        self._adapter_id = adapter_id
+        self._adapter_id: Callable[[str], int] | None = None
         self.sampler = Sampler(slots)
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
@@ -161,6 +147,10 @@ class Runner:
         self._limits = limits
         self._last: mx.array | None = None  # tokens of the last step
         self._row_of_slot = np.zeros(slots, np.int32)
+
+    def take_adapters(self, stack: AdapterStack, id_of: Callable[[str], int]) -> None:
+        """From now on admissions may name adapters; id_of: the stack's number of a name."""
+        self.model.adapters, self._adapter_id = stack, id_of
 
     def forward(self, batch: Batch) -> Forward:
         """Start a step: tables and settings first, then pages copied, the model, checkpoints taken."""
@@ -203,10 +193,14 @@ class Runner:
         """
         return self._embedding(ids).tolist()  # type: ignore[return-value]
 
-    def _embedding(self, ids: list[int]) -> mx.array:
+    def embed_through(self, ids: list[int], adapter: int) -> list[float]:
+        """The same through the adapter of this number."""
+        return self._embedding(ids, adapter).tolist()  # type: ignore[return-value]
+
+    def _embedding(self, ids: list[int], adapter: int = 0) -> mx.array:
         if not isinstance(self.model, PagedModel):
             raise Unsupported("This model gives no embeddings: its layers cannot be read apart.")
-        mean = self.model.hidden(mx.array(ids)).astype(mx.float32).mean(axis=0)  # (H,)
+        mean = self.model.hidden(mx.array(ids), adapter).astype(mx.float32).mean(axis=0)  # (H,)
         return mean / mx.maximum(mx.linalg.norm(mean), 1e-12)
 
     def close(self) -> None:
@@ -216,7 +210,8 @@ class Runner:
         for admission in batch.admitted:
             self.sampler.admit(admission)
             name = admission.adapter
-            self.adapters[admission.slot] = 0 if name is None else self._adapter_id(name)
+            find = self._adapter_id
+            self.adapters[admission.slot] = 0 if name is None or find is None else find(name)
             if admission.state_slot is not None:
                 self.state_slots[admission.slot] = admission.state_slot
         self._reserve(batch)
