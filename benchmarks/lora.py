@@ -31,6 +31,7 @@ import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten, tree_unflatten  # isort: skip
 
 RANK, SCALE, RATE, BATCH = 8, 2.0, 1e-4, 4
+EQUAL = 128  # tokens of each row of the load "equal"
 ROOT = Path(__file__).resolve().parents[1]
 Rows = list[dict[str, Any]]
 
@@ -44,15 +45,16 @@ def gsm8k(folder: Path, count: int) -> Rows:
     return [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
 
 
-def equal(folder: Path, count: int, characters: int = 520) -> Rows:
-    """One text again and again: where mlx-lm wastes nothing and is right, and every batch is the same."""
+def equal(folder: Path, count: int, characters: int = 1000) -> Rows:
+    """One text again and again, cut at EQUAL tokens: where mlx-lm pads nothing and is right, and every batch
+    is the same."""
     rows = _rows(folder / "gsm8k" / "train.jsonl", 40)
     return [{"text": " ".join(row["answer"] for row in rows)[:characters]}] * count
 
 
 def long(folder: Path, count: int) -> Rows:
-    """About 1,000 tokens a row."""
-    return equal(folder, count, 2600)
+    """More than 1,024 tokens a row; both sides cut it there."""
+    return equal(folder, count, 4000)
 
 
 def _rows(path: Path, count: int) -> Rows:
@@ -75,7 +77,11 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
 
     settings = {
         "model": job["model"],
-        "data": {"train": job["file"], "loss_on": "assistant" if job["masked"] else "all"},
+        "data": {
+            "train": job["file"],
+            "loss_on": "assistant" if job["masked"] else "all",
+            "too_long": "truncate",
+        },
         "lora": {"rank": RANK, "alpha": RANK * SCALE},
         "train": {
             "epochs": 1,
@@ -145,7 +151,8 @@ def theirs(job: dict[str, Any]) -> dict[str, Any]:
     Path(job["out"]).mkdir(parents=True, exist_ok=True)
     train(model, optim.Adam(RATE, bias_correction=True), cached, args=settings, training_callback=Watch())
     seconds = reports[-1]["at"] - reports[0]["at"]
-    padding = BATCH * (len(reports) - 1)  # it trains one padding token a row
+    pads = job["max_seq"] != EQUAL  # it trains one padding token of each row that is not cut
+    padding = BATCH * (len(reports) - 1) if pads else 0
     tokens = reports[-1]["trained_tokens"] - reports[0]["trained_tokens"] - padding
     return {
         "tokens": tokens,
@@ -206,7 +213,8 @@ def compare(model: str, data: Path, loads: list[str], runs: int) -> Table:
     table = Table("load", "measure", "wanted", "ratio to mlx-lm")
     for name in loads:
         title, make, count, masked, budget, checkpointing = LOADS[name]
-        job = {"model": model, "rows": make(data, count), "masked": masked, "max_seq": 1024}
+        job = {"model": model, "rows": make(data, count), "masked": masked}
+        job |= {"max_seq": EQUAL if name == "equal" else 1024}
         mine, other = _both({**job, "budget": budget, "checkpointing": checkpointing}, runs)
         assert mine[0]["parameters"] == other[0]["parameters"]
         if name == "memory":
