@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxserve import display
 from mlxserve.errors import UsageError
 from mlxserve.lora.base import Base, open_base
 from mlxserve.lora.config import RunConfig, from_dict, read_config, to_dict
@@ -58,9 +58,9 @@ class Result:
         ]
 
     def _repr_html_(self) -> str:
-        """A table of how it ended above the curves, in the notebook's own text colour."""
-        rows = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in self._facts())
-        return f"<table>{rows}</table>" + (plot(self.history, inline=True) if self.history else "")
+        """How it ended above the curves, in the notebook's own text colour."""
+        table = display.facts(self._facts(), "Fine-tuning")
+        return table + (plot(self.history, inline=True) if self.history else "")
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ STYLE = (
     ".mlxserve-loss .rate{stroke:#8b929a;stroke-dasharray:4 3}"
     ".mlxserve-loss circle{fill:#f97316}"
 )
-ALONE = "svg{color:#333}@media(prefers-color-scheme:dark){svg{color:#ddd}}"
+ALONE = "svg{color:#777}@media(prefers-color-scheme:dark){svg{color:#bbb}}"
 
 
 def plot(events: Sequence[Event], *, inline: bool = False) -> str:

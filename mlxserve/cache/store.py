@@ -168,12 +168,24 @@ class LayerPages:
         self.values = _grown(self.values, extra)
         mx.eval(self.arrays())  # layer by layer, so that only one is held twice
 
+    def cut(self, pages: int) -> None:
+        """Give back the memory of page ids from `pages` on."""
+        self.page_count = pages
+        self.keys = _cut(self.keys, pages)
+        self.values = _cut(self.values, pages)
+        mx.eval(self.arrays())
+
     def clear(self) -> None:
         """Drop the arrays; the next write allocates them anew."""
         self.keys = self.values = None
 
     def put(self, pages: mx.array, arrays: list[mx.array]) -> None:
-        """Write whole pages: (n,) ids, and for each of this layer's arrays, keys first, (n, page_size, …)."""
+        """Write whole pages: (n,) ids, and for each of this layer's arrays, keys first, (n, page_size, …).
+
+        A layer that another stage of a pipeline holds has no arrays: then nothing is written.
+        """
+        if not arrays:
+            return
         half = len(arrays) // 2
         self.keys = self._with_room(self.keys, arrays[:half])
         self.values = self._with_room(self.values, arrays[half:])
@@ -242,6 +254,17 @@ class LayerPages:
 
 def _parts(pool: mx.array | QuantisedPages) -> list[mx.array]:
     return [pool.weight, pool.scales, pool.biases] if isinstance(pool, QuantisedPages) else [pool]
+
+
+def _cut(pool: mx.array | QuantisedPages | None, pages: int) -> mx.array | QuantisedPages | None:
+    if pool is None:
+        return None
+    kept = mx.arange(pages)  # taken, since a slice would hold on to the whole
+    parts = [mx.take(part, kept, axis=0) for part in _parts(pool)]
+    if isinstance(pool, QuantisedPages):
+        weight, scales, biases = parts
+        return QuantisedPages(weight, scales, biases, pool.bits, pool.group_size)
+    return parts[0]
 
 
 def _grown(pool: mx.array | QuantisedPages | None, extra: int) -> mx.array | QuantisedPages | None:
