@@ -105,7 +105,7 @@ def load_shard(
     print_ = blueprint(files, settings, split, rank)
     planned = print_.bytes
     with TensorReader(print_.tensors, digest=digest) as reader:
-        _fill(print_, reader)
+        fill(print_, reader)
     if group is not None:
         attach_group(print_.model, group)
     loaded = _finish(print_, files)
@@ -173,7 +173,7 @@ class _Regions:
         self._reader.read(self._names[source], region, out)
 
 
-def _fill(print_: Blueprint, reader: TensorReader) -> None:
+def fill(print_: Blueprint, reader: TensorReader) -> None:
     """Put the rank's parameters into its model, and stand-ins into those of others."""
     assembler = Assembler(_Regions(print_, reader))
     rest = []
