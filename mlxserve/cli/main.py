@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": Entry("mlxserve.cli.bench", "bench", "Measure a model here, or any OpenAI endpoint."),
     "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
+    "plan": Entry("mlxserve.cli.plan", "plan", "Show how MODEL would be divided over several Macs."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
     "completion": Entry(
         "mlxserve.cli.completion", "completion", "Print a script that lets Tab complete in a shell."
