@@ -149,9 +149,7 @@ def on_two(tmp_path: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
     job = job | {"out": str(tmp_path), "run": str(tmp_path / "run")}
-    code = (
-        "import json, sys; from tests.distributed.test_training import main; main(json.loads(sys.argv[1]))"
-    )
+    code = "import json, sys; from tests.distributed.test_training import main; main(json.loads(sys.argv[1]))"
     shared = {**os.environ, "PYTHONPATH": str(ROOT), "MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
     children = [
         subprocess.Popen(
