@@ -6,7 +6,7 @@ the two together:
 
     part = TensorPart(load_shard(files, settings, Split.tensor(2), rank, group, packed=True), group)
     add_adapters(model, config.lora, seed=seed)      # the trainer's own, on this rank's layers
-    part.connect(start)                              # the adapters that one process would start with
+    part.connect(start, optimizer="adamw")           # the adapters that one process would start with
     Trainer(model, …, share=Share(**part.share()))
 
 Files that are written are those of one process; its loss curve is that of one process up to rounding.
@@ -70,12 +70,17 @@ class TensorPart:
         self._places: dict[str, Place] = {}
         self._compared = False
 
-    def connect(self, start: Arrays) -> None:
+    def connect(self, start: Arrays, *, optimizer: str) -> None:
         """Join the ranks' layers, and take this rank's part of what one process would start with.
 
         start: every trainable parameter of the whole model, by name, as the trainer makes them. Raises
         Unsupported for what cannot be trained in parts.
         """
+        if optimizer not in ELEMENTWISE:
+            raise Unsupported(
+                f"{optimizer} looks at whole matrices, which are divided here; use {' or '.join(ELEMENTWISE)}.",
+                param="train.optimizer",
+            )
         own = dict(tree_flatten(self.model.trainable_parameters()))
         odd = sorted(own.keys() ^ start.keys())
         if odd or any(name.rpartition(".")[2] not in ("lora_a", "lora_b") for name in own):
@@ -154,12 +159,6 @@ class TensorPart:
             place = self._places.get(name)
             if place is None or place.axis is None:
                 continue
-            if arrays[name].shape[place.axis] != len(place.indices):
-                raise Unsupported(
-                    f"The optimiser keeps {name} in a form that cannot be put together from parts; use one of "
-                    f"{', '.join(ELEMENTWISE)}.",
-                    param="train.optimizer",
-                )
             full = mx.zeros(place.shape, arrays[name].dtype)
             full[(slice(None),) * place.axis + (mx.array(place.indices),)] = arrays[name]
             found[name] = mx.distributed.all_sum(full, group=self.group)

@@ -46,11 +46,12 @@ class StagePart:
         assert trunk is not None
         self._trunk: nn.Module = trunk
 
-    def connect(self, start: Arrays) -> None:
+    def connect(self, start: Arrays, *, optimizer: str) -> None:
         """Take this stage's part of what one process would start with.
 
-        start: every trainable parameter of the whole model, by name, as the trainer makes them. Raises
-        Unsupported, on all ranks, for what cannot be trained in stages.
+        start: every trainable parameter of the whole model, by name, as the trainer makes them. Any
+        `optimizer` will do: each parameter is whole on its rank. Raises Unsupported, on all ranks, for what
+        cannot be trained in stages.
         """
         self._own = [name for name, _ in tree_flatten(self.model.trainable_parameters())]
         odd = [name for name in start if name.rpartition(".")[2] not in LEAVES]
