@@ -10,7 +10,7 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test test-peft lint types check bench docs soak clean help
+.PHONY: demo test test-peft lint types check bench docs notebooks soak clean help
 
 help:            ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -53,7 +53,8 @@ check: $(VENV)/tested $(VENV)/test-models ## the tests alone
 test: lint types check ## lint, types and tests
 
 soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, every mutant of every kernel
-	MLXSERVE_SOAK=2000 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutate.py
+	MLXSERVE_SOAK=2000 MLXSERVE_ALL_MUTANTS=1 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutants.py \
+		tests/kernels_metal/test_paged_mutants.py
 
 test-peft: $(VENV)/tested ## adapters against PEFT's own forward pass (installs PyTorch)
 	$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)$(COMMA)test-peft]"
@@ -64,6 +65,9 @@ bench: $(VENV)/tested $(VENV)/model ## everything side by side with mlx-lm; writ
 
 docs: $(VENV)/installed ## write docs/commands/ anew from the commands' own help
 	$(BIN)/python scripts/make_docs.py
+
+notebooks: $(VENV)/tested $(VENV)/model ## run the notebooks anew and keep their outputs
+	$(BIN)/python scripts/run_notebooks.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -9,23 +9,27 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxserve import __version__, blas
 from mlxserve.cli.common import table
 from mlxserve.config import DEFAULT_MODEL
+from mlxserve.distributed.faults import LaunchFailed
 from mlxserve.errors import DependencyMissing
 from mlxserve.models.backend import backend_problem, check_backend, installed_backends, package_version
 from mlxserve.models.cached import cache_folder
 from mlxserve.models.hub import free_disk
 from mlxserve.models.memory import show_bytes
 from mlxserve.models.resolve import packaged_file
+
+if TYPE_CHECKING:
+    from mlxserve.distributed.survey import Survey
 
 LOW_DISK_BYTES = 10 * 1024**3
 
@@ -41,9 +45,19 @@ class Report:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--hosts", type=click.Path(path_type=Path), metavar="FILE", help="Look at these hosts instead.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Look at this machine and say what would help."""
+def doctor(ctx: click.Context, as_json: bool, hosts: Path | None) -> None:
+    """Look at this machine, or at several, and say what would help."""
+    if hosts is not None:
+        from mlxserve.distributed.hosts import read_hostfile
+        from mlxserve.distributed.survey import survey
+
+        found = survey(read_hostfile(hosts))
+        click.echo(json.dumps(asdict(found), indent=1) if as_json else _hosts_in_words(found))
+        if found.problems:
+            ctx.exit(LaunchFailed.exit_code)
+        return
     report = examine()
     click.echo(json.dumps(asdict(report), indent=1) if as_json else _in_words(report))
     if report.problems:
@@ -162,10 +176,31 @@ def _model(report: Report) -> None:
     report.facts["default model"] = f"{DEFAULT_MODEL}, {'packaged' if path else 'fetched when first used'}"
 
 
+def _hosts_in_words(found: Survey) -> str:
+    """One column a host, one line a topic."""
+    topics = list(dict.fromkeys(topic for facts in found.facts for topic in facts))
+    rows = [[_TOPICS.get(topic, topic), *(_show(topic, facts) for facts in found.facts)] for topic in topics]
+    return "\n".join([table(rows), *_findings(found)])
+
+
+_TOPICS = {"mlx_lm": "mlx-lm", "memory_bytes": "memory", "free_disk_bytes": "free disk", "rdma": "RDMA"}
+
+
+def _show(topic: str, facts: Mapping[str, Any]) -> str:
+    value = facts.get(topic, "?")
+    if topic.endswith("_bytes") and value != "?":
+        return show_bytes(int(value))
+    return (", ".join(value) or "none") if isinstance(value, list) else str(value)
+
+
 def _in_words(report: Report) -> str:
-    parts = [table([[topic, str(fact)] for topic, fact in report.facts.items()])]
-    parts += [f"problem: {text}" for text in report.problems]
+    facts = table([[topic, str(fact)] for topic, fact in report.facts.items()])
+    return "\n".join([facts, *_findings(report)])
+
+
+def _findings(report: Report | Survey) -> list[str]:
+    parts = [f"problem: {text}" for text in report.problems]
     parts += [f"advice: {text}" for text in report.advice]
     if not report.problems and not report.advice:
         parts.append("Nothing to improve.")
-    return "\n".join(parts)
+    return parts

@@ -40,11 +40,14 @@ COMMANDS = {
         "Fine-tune models: LoRA, QLoRA, DoRA and full; evaluate, fuse and exchange adapters.",
     ),
     "serve": Entry("mlxserve.cli.serve", "serve", "Serve models over HTTP."),
+    "launch": Entry("mlxserve.cli.launch", "launch", "Run a command on several Macs."),
     "service": Entry(
         "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
     ),
     "bench": Entry("mlxserve.cli.bench", "bench", "Measure a model here, or any OpenAI endpoint."),
-    "doctor": Entry("mlxserve.cli.doctor", "doctor", "Look at this machine and say what would help."),
+    "doctor": Entry(
+        "mlxserve.cli.doctor", "doctor", "Look at this machine, or at several, and say what would help."
+    ),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "plan": Entry("mlxserve.cli.plan", "plan", "Show how MODEL would be divided over several Macs."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),

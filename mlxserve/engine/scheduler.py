@@ -51,16 +51,25 @@ class _Planned:
 class Scheduler:
     """One model's scheduler. Single-threaded.
 
-    eos: ids that end an answer. `seed_of` gives a seed to a request that has none.
+    eos: ids that end an answer. `seed_of` gives a seed to a request that has none. micro_batches: how many
+    steps are in flight at once over disjoint sets of streams; 0 where a step may go on with tokens that
+    nobody has read.
     """
 
     def __init__(
-        self, config: EngineConfig, memory: Memory, eos: frozenset[int], seed_of: Callable[[], int]
+        self,
+        config: EngineConfig,
+        memory: Memory,
+        eos: frozenset[int],
+        seed_of: Callable[[], int],
+        *,
+        micro_batches: int = 0,
     ) -> None:
         self.config = config
         self.memory = memory
         self.eos = eos
         self.seed_of = seed_of
+        self.micro_batches = micro_batches
         self.page_size = config.page_size
         self.pools = [PagePool(spec.pages) for spec in memory.groups]
         self.states = PagePool(memory.state_slots) if memory.state_slots else None
@@ -70,6 +79,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.pace = Pace(config.gap_target_s, config.min_chunk, config.step_tokens)
         self.preemptions = 0
+        # Recurrent state is checkpointed where a prompt's last whole page ends, and its last whole block.
+        self.block_tokens = self.page_size
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._arrivals = 0
         self._step = 0
@@ -146,7 +157,7 @@ class Scheduler:
         batch = Batch(self._step)
         self._now = {}
         room = self.config.step_tokens
-        for sequence in [s for s in self.running if s.decoding]:
+        for sequence in self._streams():
             if room > 0 and sequence.status is Status.RUNNING and sequence.may_run:
                 room -= self._plan(batch, sequence, 1)
         room = min(room, self.pace.budget(len(self._now)))
@@ -162,6 +173,14 @@ class Scheduler:
         self._on_the_way.append([entry.sequence for entry in planned])
         self._step += 1
         return batch
+
+    def _streams(self) -> list[Sequence]:
+        """Decoding sequences of the next step: all, or a micro-batch's share of those that wait for none."""
+        streams = [s for s in self.running if s.decoding]
+        if not self.micro_batches:
+            return streams
+        share = -(-len(streams) // self.micro_batches)
+        return [s for s in streams if not s.in_flight][:share]
 
     def commit(self, batch: Batch, tokens: list[int], now_s: float = 0.0) -> list[tuple[Sequence, int]]:
         """Take in what the step drew, a token for each segment with `sample`, in their order.
@@ -228,10 +247,11 @@ class Scheduler:
         count = min(sequence.to_compute, room)
         if self.states is None or not self.reuse:
             return count
-        boundary = (len(sequence.tokens) - 1) // self.page_size * self.page_size
         stop = sequence.computed + count
-        if sequence.computed < boundary < stop:
-            return boundary - sequence.computed
+        for size in (self.block_tokens, self.page_size):
+            boundary = (len(sequence.tokens) - 1) // size * size
+            if sequence.computed < boundary < stop:
+                return boundary - sequence.computed
         if stop < boundary and stop // self.page_size * self.page_size > sequence.computed:
             return stop // self.page_size * self.page_size - sequence.computed
         return count
@@ -521,6 +541,22 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+
+    def resize(self, pages: tuple[int, ...]) -> None:
+        """Give each group this many pages from now on, between two steps, or what one request here needs.
+
+        What only the cache holds in those that go is evicted; running sequences that hold one start anew.
+        """
+        self._now = {}
+        here = [*self.running, *self.waiting]
+        for group, (spec, wanted) in enumerate(zip(self.memory.groups, pages)):
+            total = max(wanted, *(self._most_pages(sequence.longest, spec) for sequence in here), 1)
+            for sequence in [s for s in self.running if max(s.tables[group], default=0) >= total]:
+                self._preempt(sequence)
+            self.tree.evict_from(group, total)
+            self.pools[group].resize(total)
+        groups = (replace(spec, pages=pool.total) for spec, pool in zip(self.memory.groups, self.pools))
+        self.memory = replace(self.memory, groups=tuple(groups))
 
     # -- books -------------------------------------------------------------------------------------------
 

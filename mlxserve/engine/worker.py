@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from mlxserve.engine.engine import Engine, Sink
+from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request
 
@@ -82,7 +83,7 @@ class Worker:
             self._closed = True
             self._inbox.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            join_fully(self._thread)
 
     # -- on the worker's thread ----------------------------------------------------------------------------
 
