@@ -12,12 +12,16 @@ A step, with the next one built before the last one's tokens are read:
 
 Grammars need the value of a token before the next one is drawn: 3 comes before 4, and their masks are made
 while the device is busy with 2.
+
+Where the model is a pipeline over several processes, 3 is at another place: steps over disjoint sets of
+sequences are in flight, as many as there are stages, and the oldest is committed before the next is built.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,13 +33,14 @@ import numpy as np
 from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
 from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
-from mlxserve.engine.runner import Drawn, Forward, Limits, Runner, SoloModel
+from mlxserve.engine.runner import Drawn, Forward, Limits, Ranks, Runner, make_runner
 from mlxserve.engine.scheduler import Memory, Scheduler
 from mlxserve.engine.sequence import Sequence as Running
 from mlxserve.engine.sequence import Status
 from mlxserve.errors import (
     DoesNotFit,
     EngineFailed,
+    EngineStopped,
     MlxServeError,
     PromptTooLong,
     Unsupported,
@@ -84,6 +89,7 @@ class Counters:
 class Engine:
     """One loaded model, serving many requests. Not thread-safe: see worker.py.
 
+    ranks: other processes that hold parts of the model, where there are any.
     Raises DoesNotFit if the machine has no memory for even one page.
     """
 
@@ -94,6 +100,7 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        ranks: Ranks | None = None,
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
@@ -101,15 +108,22 @@ class Engine:
         self.way, self.reason = choose_way(loaded.config)
         self.config = config if self.way != SOLO else replace(config, max_sequences=1)
         bound_mlx()
+        self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
-        self.runner = self._make_runner()
-        self.scheduler = Scheduler(self.config, self.memory, tokenizer.eos_token_ids, _random_seed)
+        self.runner = self._make_runner(ranks)
+        self.scheduler = Scheduler(
+            self.config,
+            self.memory,
+            tokenizer.eos_token_ids,
+            _random_seed,
+            micro_batches=self.micro_batches,
+        )
         self.persistence = self._open_disk()
         self.counters = Counters()
         self.notes = [*loaded.notes, *self._notes()]
         self._streams: dict[str, _Stream] = {}
         self._of: dict[Running, _Stream] = {}
-        self._pending: Drawn | None = None
+        self._pending: deque[Drawn] = deque()
         self._last_commit_s = self._woken_s = clock()
 
     # -- requests ----------------------------------------------------------------------------------------
@@ -169,7 +183,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._pending is not None
+        return self.scheduler.has_work or bool(self._pending)
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -188,16 +202,30 @@ class Engine:
             self.scheduler.check()
 
     def _advance(self) -> None:
+        if self.micro_batches:
+            self._fill_pipeline()
+            self._commit_oldest()
+            return
         batch = self.scheduler.schedule()
         forward = self.runner.forward(batch) if batch is not None else None
-        if self._pending is not None:
-            self._commit(self._pending)
-            self._pending = None
+        self._commit_oldest()
         if forward is not None:
-            self._pending = self.runner.draw(forward, self._masks(forward))
-        if self._pending is not None and not self.config.overlap:
-            self._commit(self._pending)
-            self._pending = None
+            self._pending.append(self.runner.draw(forward, self._masks(forward)))
+        if not self.config.overlap:
+            self._commit_oldest()
+
+    def _fill_pipeline(self) -> None:
+        """Start steps over other sequences until as many are in flight as may be, or nobody is free."""
+        while len(self._pending) < self.micro_batches:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return
+            forward = self.runner.forward(batch)
+            self._pending.append(self.runner.draw(forward, self._masks(forward)))
+
+    def _commit_oldest(self) -> None:
+        if self._pending:
+            self._commit(self._pending.popleft())
 
     def _masks(self, forward: Forward) -> dict[int, np.ndarray]:
         """Packed masks of the rows under a grammar whose sequences still wait for this draw."""
@@ -348,8 +376,13 @@ class Engine:
     # -- when a step fails ---------------------------------------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
-        """Fail the requests of the steps on their way, or shed the largest one if memory ran out."""
-        self._pending = None
+        """Fail the requests of the steps on their way, or shed the largest one if memory ran out.
+
+        Raises EngineStopped, if that is what the step raised: nothing can be computed any more.
+        """
+        if isinstance(error, EngineStopped):
+            raise error
+        self._pending.clear()
         touched = self.scheduler.abandon()
         self.runner.forget()
         if _out_of_memory(error) and touched:
@@ -385,7 +418,6 @@ class Engine:
         """The mean of the trunk's last hidden states of each sequence, scaled to length 1."""
         if not isinstance(self.runner.model, PagedModel):
             raise Unsupported(f"{self.loaded.name} gives no embeddings: its layers cannot be read apart.")
-        vectors = []
         for ids in batch:
             if not 0 < len(ids) <= self.loaded.context:
                 raise PromptTooLong(
@@ -393,9 +425,7 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
-            mean = self.runner.model.hidden(mx.array(ids)).astype(mx.float32).mean(axis=0)  # (H,)
-            vectors.append((mean / mx.maximum(mx.linalg.norm(mean), 1e-12)).tolist())
-        return vectors  # type: ignore[return-value]
+        return [self.runner.embed(ids) for ids in batch]
 
     # -- set-up and figures ----------------------------------------------------------------------------------
 
@@ -439,9 +469,10 @@ class Engine:
         return self.config.prefix_cache and bool(self.memory.groups) and not self.memory.state_slots
 
     def close(self) -> None:
-        """Write what is still to go to disk."""
+        """Write what is still to go to disk; let other ranks go."""
         if self.persistence is not None:
             self.persistence.close()
+        self.runner.close()
 
     def _plan_memory(self) -> Memory:
         self.kept_whole = 0
@@ -452,28 +483,16 @@ class Engine:
         free = machine_budget() - mx.get_active_memory()
         return plan_memory(sizes, self.config, self.loaded.context, free)
 
-    def _make_runner(self) -> Runner:
-        pages = tuple(spec.pages for spec in self.memory.groups)
-        model: PagedModel | SoloModel
-        if self.way == SOLO:
-            model = SoloModel(self.loaded.model)
-        else:
-            model = PagedModel(
-                self.loaded.model,
-                self.way,
-                page_size=self.config.page_size,
-                group_pages=[0] * len(pages),
-                kv_bits=self.config.kv_bits,
-                kv_group_size=self.config.kv_group_size,
-            )
-        limits = Limits(pages, self.memory.state_slots)
-        return Runner(
-            model,
-            slots=self.config.max_sequences,
-            context=self.loaded.context,
-            page_size=self.config.page_size,
-            limits=limits,
-        )
+    def _make_runner(self, ranks: Ranks | None) -> Runner:
+        """The runner; with several ranks, one that has as much room as all of them have."""
+        limits = Limits(tuple(spec.pages for spec in self.memory.groups), self.memory.state_slots)
+        context = self.loaded.context
+        if ranks is None:
+            return make_runner(self.loaded.model, self.way, self.config, context=context, limits=limits)
+        limits = ranks.agree(self.way, context, self.config, limits)
+        groups = tuple(replace(spec, pages=n) for spec, n in zip(self.memory.groups, limits.pages))
+        self.memory = replace(self.memory, groups=groups, state_slots=limits.state_slots)
+        return ranks.make_runner(self.loaded.model, self.way, self.config, context=context, limits=limits)
 
     @property
     def bytes_per_token(self) -> int:

@@ -10,16 +10,19 @@ takes it from the last step's array on the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxserve.cache.pages import pages_for
+from mlxserve.config import EngineConfig
 from mlxserve.engine.batch import Batch
 from mlxserve.engine.sampler import Logprobs, Sampler
+from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
-from mlxserve.models.paged import PagedModel, Step
+from mlxserve.models.paged import SOLO, PagedModel, Step
 from mlxserve.request import TokenLogprob
 
 # Pages or state slots that a pool starts with.
@@ -138,6 +141,12 @@ class Runner:
 
     def forward(self, batch: Batch) -> Forward:
         """Start a step: tables and settings first, then pages copied, the model, checkpoints taken."""
+        forward = self._build(batch)
+        mx.async_eval(*([] if forward.logits is None else [forward.logits]), *self.model.arrays())
+        return forward
+
+    def _build(self, batch: Batch) -> Forward:
+        """The step's graph; nothing runs yet."""
         self._enter(batch)
         step, ids, draw_from = self._arrays(batch)
         logits = self.model.forward(ids, step)
@@ -146,19 +155,39 @@ class Runner:
         self._apply(batch.later_pages)
         slots = np.array([batch.segments[i].slot for i in draw_from], np.int32)
         draws = np.array([batch.segments[i].draw for i in draw_from], np.int64)
-        wanted = logits if draw_from else None
-        mx.async_eval(*([] if wanted is None else [wanted]), *self.model.arrays())
-        return Forward(batch, wanted, slots, draws)
+        return Forward(batch, logits if draw_from else None, slots, draws)
 
     def draw(self, forward: Forward, masks: dict[int, np.ndarray]) -> Drawn:
         """Draw the step's tokens; masks: packed bits of allowed tokens for slots under a grammar."""
         if forward.logits is None:
             return Drawn(forward.batch, None, None)
-        tokens, logprobs = self.sampler.draw(forward.logits, forward.slots, forward.draws, masks)
+        tokens, logprobs = self._sample(forward.logits, forward, masks)
         mx.async_eval(tokens, *self.sampler.arrays(), *(logprobs.arrays() if logprobs else ()))
         self._last = tokens
         self._row_of_slot[forward.slots] = np.arange(len(forward.slots), dtype=np.int32)
         return Drawn(forward.batch, tokens, logprobs)
+
+    def _sample(
+        self, logits: mx.array, forward: Forward, masks: dict[int, np.ndarray]
+    ) -> tuple[mx.array, Logprobs | None]:
+        """Tokens (R,) of the step's rows; nothing runs yet."""
+        return self.sampler.draw(logits, forward.slots, forward.draws, masks)
+
+    def embed(self, ids: list[int]) -> list[float]:
+        """The mean of the trunk's output over one sequence, scaled to length 1; no page is touched.
+
+        Raises Unsupported where the definition is not paged: its layers cannot be read apart.
+        """
+        return self._embedding(ids).tolist()  # type: ignore[return-value]
+
+    def _embedding(self, ids: list[int]) -> mx.array:
+        if not isinstance(self.model, PagedModel):
+            raise Unsupported("This model gives no embeddings: its layers cannot be read apart.")
+        mean = self.model.hidden(mx.array(ids)).astype(mx.float32).mean(axis=0)  # (H,)
+        return mean / mx.maximum(mx.linalg.norm(mean), 1e-12)
+
+    def close(self) -> None:
+        """Nothing runs after this."""
 
     def _enter(self, batch: Batch) -> None:
         for admission in batch.admitted:
@@ -236,3 +265,48 @@ class Runner:
         ids = mx.array(host, mx.int32)
         ids[mx.array(unknown)] = self._last[mx.array(sources)]
         return ids
+
+
+def make_runner(
+    model: nn.Module,
+    way: str,
+    config: EngineConfig,
+    *,
+    context: int,
+    limits: Limits,
+    kind: type[Runner] = Runner,
+) -> Runner:
+    """A runner of class `kind` for a definition that runs in `way`; its pools grow on demand."""
+    on_pages: PagedModel | SoloModel
+    if way == SOLO:
+        on_pages = SoloModel(model)
+    else:
+        on_pages = PagedModel(
+            model,
+            way,
+            page_size=config.page_size,
+            group_pages=[0] * len(limits.pages),
+            kv_bits=config.kv_bits,
+            kv_group_size=config.kv_group_size,
+        )
+    return kind(
+        on_pages, slots=config.max_sequences, context=context, page_size=config.page_size, limits=limits
+    )
+
+
+class Ranks(Protocol):
+    """Other processes that hold parts of the model, as an engine is handed them.
+
+    micro_batches: 0 where a step's tokens stay on the device for the next one. Otherwise steps leave this
+    process, so many are in flight at once, and a sequence is in one of them at most.
+    """
+
+    micro_batches: int
+
+    def agree(self, way: str, context: int, config: EngineConfig, limits: Limits) -> Limits:
+        """What all ranks have room for, given what this one has. Raises what a rank answers."""
+
+    def make_runner(
+        self, model: nn.Module, way: str, config: EngineConfig, *, context: int, limits: Limits
+    ) -> Runner:
+        """The runner that has every rank carry out each batch."""

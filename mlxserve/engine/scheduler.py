@@ -51,16 +51,25 @@ class _Planned:
 class Scheduler:
     """One model's scheduler. Single-threaded.
 
-    eos: ids that end an answer. `seed_of` gives a seed to a request that has none.
+    eos: ids that end an answer. `seed_of` gives a seed to a request that has none. micro_batches: how many
+    steps are in flight at once over disjoint sets of streams; 0 where a step may go on with tokens that
+    nobody has read.
     """
 
     def __init__(
-        self, config: EngineConfig, memory: Memory, eos: frozenset[int], seed_of: Callable[[], int]
+        self,
+        config: EngineConfig,
+        memory: Memory,
+        eos: frozenset[int],
+        seed_of: Callable[[], int],
+        *,
+        micro_batches: int = 0,
     ) -> None:
         self.config = config
         self.memory = memory
         self.eos = eos
         self.seed_of = seed_of
+        self.micro_batches = micro_batches
         self.page_size = config.page_size
         self.pools = [PagePool(spec.pages) for spec in memory.groups]
         self.states = PagePool(memory.state_slots) if memory.state_slots else None
@@ -146,7 +155,7 @@ class Scheduler:
         batch = Batch(self._step)
         self._now = {}
         room = self.config.step_tokens
-        for sequence in [s for s in self.running if s.decoding]:
+        for sequence in self._streams():
             if room > 0 and sequence.status is Status.RUNNING and sequence.may_run:
                 room -= self._plan(batch, sequence, 1)
         room = min(room, self.pace.budget(len(self._now)))
@@ -162,6 +171,14 @@ class Scheduler:
         self._on_the_way.append([entry.sequence for entry in planned])
         self._step += 1
         return batch
+
+    def _streams(self) -> list[Sequence]:
+        """Decoding sequences of the next step: all, or a micro-batch's share of those that wait for none."""
+        streams = [s for s in self.running if s.decoding]
+        if not self.micro_batches:
+            return streams
+        share = -(-len(streams) // self.micro_batches)
+        return [s for s in streams if not s.in_flight][:share]
 
     def commit(self, batch: Batch, tokens: list[int], now_s: float = 0.0) -> list[tuple[Sequence, int]]:
         """Take in what the step drew, a token for each segment with `sample`, in their order.
