@@ -94,7 +94,7 @@ def load_folder(folder: Path, settings: LoadConfig, *, name: str | None = None) 
     model = build(config)
     place(model, config, weights, source=str(folder))
     loaded = _finish(model, config, settings, name or folder.name, folder, stored=stored)
-    loaded.generation_defaults = _generation_defaults(folder)
+    loaded.generation_defaults = stored_defaults(folder)
     return loaded
 
 
@@ -179,7 +179,7 @@ def place(model: nn.Module, config: Mapping[str, Any], weights: dict[str, mx.arr
             weights = dict(model.sanitize(weights))
         except (KeyError, ValueError, IndexError) as error:
             raise ModelInvalid(f"{source} lacks the tensor {error} that its architecture needs.") from error
-    quantization = _quantization_of(config)
+    quantization = quantization_of(config)
     if quantization is not None:
         quantize_as_stored(model, quantization, weights)
     drop_redundant_head(model, weights)
@@ -188,7 +188,8 @@ def place(model: nn.Module, config: Mapping[str, Any], weights: dict[str, mx.arr
     model.load_weights(list(weights.items()), strict=True)
 
 
-def _quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How the stored weights are packed, in the form nn.quantize takes; None for plain ones."""
     stored = config.get("quantization")
     if stored is not None:
         return dict(stored)
@@ -241,7 +242,7 @@ def _finish(
         config=config,
         dtype=dtype,
         context=context_of(config, settings),
-        digest=_digest(path, config, settings, dtype),
+        digest=weights_digest(path, config, settings, dtype),
         notes=notes,
     )
 
@@ -259,7 +260,7 @@ def context_of(config: Mapping[str, Any], settings: LoadConfig) -> int:
     return 4096
 
 
-def _generation_defaults(folder: Path) -> dict[str, Any]:
+def stored_defaults(folder: Path) -> dict[str, Any]:
     """The sampling fields of the model's generation_config.json, where it has an opinion."""
     file = folder / "generation_config.json"
     if not file.is_file():
@@ -271,7 +272,7 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
     return chosen
 
 
-def _digest(path: Path, config: Mapping[str, Any], settings: LoadConfig, dtype: mx.Dtype) -> str:
+def weights_digest(path: Path, config: Mapping[str, Any], settings: LoadConfig, dtype: mx.Dtype) -> str:
     """A name for these weights: files by name, size and time of change, configuration, settings."""
     seen = hashlib.sha256()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

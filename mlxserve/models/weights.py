@@ -6,7 +6,7 @@ came from (safetensors, GGUF).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -152,25 +152,33 @@ def drop_redundant_head(model: nn.Module, weights: dict[str, mx.array]) -> None:
         del weights[name]
 
 
-def dequantize_layers(model: nn.Module, dtype: mx.Dtype) -> None:
+def dequantize_layers(
+    model: nn.Module,
+    dtype: mx.Dtype,
+    *,
+    more: Sequence[tuple[type, type]] = (),
+    only: Callable[[str], bool] = lambda path: True,
+) -> None:
     """Turn quantised layers into plain ones, one at a time, so that only one is held twice.
 
-    For CPUs, where a product with packed weights is 10 to 75 times slower than a plain one.
+    For CPUs, where a product with packed weights is 10 to 75 times slower than a plain one. `more` names
+    further classes and their plain counterparts; `only` chooses modules by path.
     """
     switch = import_definition("switch_layers")
+    kinds: list[tuple[Any, Any]] = [
+        (nn.QuantizedLinear, nn.Linear),
+        (nn.QuantizedEmbedding, nn.Embedding),
+        (switch.QuantizedSwitchLinear, switch.SwitchLinear),
+        *more,
+    ]
     for path, module in model.named_modules():
-        plain = _dequantized(module, dtype, switch)
+        plain = _dequantized(module, dtype, kinds) if only(path) else None
         if plain is not None:
             mx.eval(plain.parameters())
             model.update_modules(tree_unflatten([(path, plain)]))
 
 
-def _dequantized(module: nn.Module, dtype: mx.Dtype, switch: Any) -> nn.Module | None:
-    kinds: list[tuple[Any, Any]] = [
-        (nn.QuantizedLinear, nn.Linear),
-        (nn.QuantizedEmbedding, nn.Embedding),
-        (switch.QuantizedSwitchLinear, switch.SwitchLinear),
-    ]
+def _dequantized(module: nn.Module, dtype: mx.Dtype, kinds: list[tuple[Any, Any]]) -> nn.Module | None:
     plain_class = next((plain for packed, plain in kinds if isinstance(module, packed)), None)
     if plain_class is None:
         return None
@@ -189,19 +197,24 @@ def _dequantized(module: nn.Module, dtype: mx.Dtype, switch: Any) -> nn.Module |
     plain.weight = weight.astype(dtype)
     if "bias" in module:
         plain.bias = module["bias"].astype(dtype)
+    if "group" in vars(module):  # a layer divided over ranks
+        plain.group = module.group
     return plain
 
 
-def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
+def cast_floats(
+    model: nn.Module, dtype: mx.Dtype, *, only: Callable[[str], bool] = lambda name: True
+) -> None:
     """Cast floating parameters to `dtype`, tensor by tensor, so that only one is held twice.
 
     Left alone: scales and biases of quantised layers, and what the definition's `cast_predicate`
-    (mlx-lm) wants kept, such as a router's correction bias; but all of it goes to float32.
+    (mlx-lm) wants kept, such as a router's correction bias; but all of it goes to float32. `only` chooses
+    parameters by name.
     """
     keep = getattr(model, "cast_predicate", lambda _: True)
     packed = {path for path, module in model.named_modules() if hasattr(module, "bits")}
     for name, value in tree_flatten(model.parameters()):
-        if not mx.issubdtype(value.dtype, mx.floating) or value.dtype == dtype:
+        if not mx.issubdtype(value.dtype, mx.floating) or value.dtype == dtype or not only(name):
             continue
         if name.rpartition(".")[0] in packed or (dtype != mx.float32 and not keep(name)):
             continue
