@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +70,10 @@ class Fleet:
     @property
     def names(self) -> list[str]:
         return [self.name(rank) for rank in range(self.size)]
+
+    def python(self, rank: int) -> str:
+        """The interpreter of a rank's host: the one that runs here, unless the hostfile names another."""
+        return self.hosts[rank].python or sys.executable
 
     # -- agents --------------------------------------------------------------------------------------------
 

@@ -152,7 +152,9 @@ class Request:
 
     `id` is unique in an engine. `client` is whom fairness counts. `params` are resolved settings.
     `adapter` names a LoRA adapter loaded on the base model, None the base itself. `deadline_s`: seconds
-    after arrival when an unfinished request is given up.
+    after arrival when an unfinished request is given up. `whole`: nobody looks at the answer before its
+    end, so that it may be begun again elsewhere. `resume`: tokens of the answer that were made, and handed
+    out, before; the answer goes on behind them.
     """
 
     id: str
@@ -162,6 +164,8 @@ class Request:
     client: str = ""
     adapter: str | None = None
     deadline_s: float | None = None
+    whole: bool = False
+    resume: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
-from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
-from mlxserve.engine.worker import Worker
+from mlxserve.engine.worker import Handle, Served
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
@@ -25,9 +24,9 @@ News = Delta | MlxServeError
 class AsyncLLM:
     """An engine as asyncio code sees it. All its coroutines belong to the loop that `start` ran in."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Handle) -> None:
         self._worker = worker
-        self._engine: Engine = worker.engine
+        self._engine: Served = worker.engine
         self._mail = _Mailbox(asyncio.get_running_loop())
 
     @classmethod
@@ -69,6 +68,11 @@ class AsyncLLM:
     @property
     def healthy(self) -> bool:
         return self._worker.healthy
+
+    @property
+    def trouble(self) -> str | None:
+        """Why requests wait at the moment though they will be answered; None where nothing is wrong."""
+        return self._worker.trouble
 
     def stats(self) -> dict[str, Any]:
         """Figures of the engine as of now; cheap, and safe beside a running step."""

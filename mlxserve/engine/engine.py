@@ -152,8 +152,19 @@ class Engine:
             sequence, TextStream(self.tokenizer, request.params.stop), sink, deadline, constraint
         )
         self._streams[request.id] = self._of[sequence] = stream
+        if request.resume:
+            self._resume(stream)
         if constraint is not None:
             self._force(stream)
+
+    def _resume(self, stream: _Stream) -> None:
+        """Take up an answer where another engine left it: its tokens, and the state of text and grammar."""
+        tokens = list(stream.sequence.request.resume)
+        self.scheduler.force(stream.sequence, tokens, self.clock())
+        for token in tokens:
+            stream.text.push(token)
+            if stream.constraint is not None:
+                stream.constraint.accept(token)
 
     def compile_grammar(self, params: SamplingParams) -> Constraint | None:
         """A constraint for settings that ask for one; any thread may call. Raises Unsupported with a reason."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
-from mlxserve.engine.worker import Worker
+from mlxserve.engine.worker import Handle, Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
 from mlxserve.models.resolve import ModelFiles, resolve
@@ -73,8 +74,18 @@ class LLM:
         engine: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         progress: Progress | None = None,
     ) -> None:
-        self._worker = open_worker(str(model), load, engine, progress=progress)
-        self._engine = self._worker.engine
+        self._take(open_worker(str(model), load, engine, progress=progress))
+
+    @classmethod
+    def on(cls, worker: Handle) -> LLM:
+        """An LLM on an engine that runs already, wherever that is; closing it closes the engine."""
+        llm = cls.__new__(cls)
+        llm._take(worker)
+        return llm
+
+    def _take(self, worker: Handle) -> None:
+        self._worker = worker
+        self._engine = worker.engine
 
     # -- what a caller may know ------------------------------------------------------------------------------
 
@@ -211,6 +222,7 @@ class LLM:
         return Request(f"llm-{next(_names)}", prompt, resolved)
 
     def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
+        requests = [replace(request, whole=True) for request in requests]
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
         collected = [_Collected() for _ in requests]
         try:

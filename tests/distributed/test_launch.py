@@ -14,8 +14,8 @@ import pytest
 from mlxserve.distributed.faults import EXIT_LOST_PEER, Fault
 from mlxserve.distributed.fleet import Fleet, choose_backend
 from mlxserve.distributed.hosts import Host, Hostfile
-from mlxserve.distributed.launch import at_fault, ending
 from mlxserve.distributed.look import parse_devices, rdma_hint
+from mlxserve.distributed.outcome import Failure, at_fault, ending
 from mlxserve.errors import MlxServeError, UsageError
 from tests.distributed.processes import Marked, until
 
@@ -218,12 +218,12 @@ def test_rdma_is_read_and_advised() -> None:
 
 
 def test_the_cause_comes_before_its_consequences() -> None:
-    lost = (Fault(0, "rank 0", ending(EXIT_LOST_PEER)), EXIT_LOST_PEER)
-    killed = (Fault(1, "rank 1", ending(-9)), -9)
-    failed = (Fault(2, "rank 2", ending(1)), 1)
+    lost = Failure(Fault(0, "rank 0", ending(EXIT_LOST_PEER)), EXIT_LOST_PEER)
+    killed = Failure(Fault(1, "rank 1", ending(-9)), -9)
+    failed = Failure(Fault(2, "rank 2", ending(1)), 1)
     assert at_fault([lost, failed, killed]) is killed
     assert at_fault([lost, failed]) is failed
-    assert str(killed[0]) == "rank 1 was killed by SIGKILL."
+    assert killed.fault.sentence == "Rank 1 was killed by SIGKILL."
 
 
 def test_the_backend_is_the_askers_then_the_files_then_the_wires() -> None:
