@@ -123,9 +123,8 @@ class Rank:
 
     def load(self) -> ShardLoaded:
         """Read this rank's part and say what it is; returns once all ranks are found to be the same."""
-        from mlxserve.distributed.digest import config_digest, reference_digests, tokenizer_digest
-
         from mlxserve.distributed.calls import load_settings
+        from mlxserve.distributed.digest import config_digest, reference_digests, tokenizer_digest
         from mlxserve.distributed.handshake import Identity
         from mlxserve.distributed.load import load_shard
         from mlxserve.distributed.locate import locate

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 
-WAIT_S = 60.0  # a bound for hanging only: no test asserts how long something takes
+WAIT_S = 120.0  # a bound for hanging only: no test asserts how long something takes
 MARK = "MLXSERVE_TEST_MARK"
 
 FAKE_SSH = """#!/bin/sh

@@ -17,7 +17,7 @@ from mlxserve.distributed.hosts import Host, Hostfile
 from mlxserve.distributed.look import parse_devices, rdma_hint
 from mlxserve.distributed.outcome import Failure, at_fault, ending
 from mlxserve.errors import MlxServeError, UsageError
-from tests.distributed.processes import Marked, until
+from tests.distributed.processes import WAIT_S, Marked, until
 
 PYTHON = sys.executable
 
@@ -116,7 +116,7 @@ def test_no_orphan_is_left_whatever_dies(marked: Marked, hosts: tuple[str, ...],
         assert agents
         for pid in agents:
             os.kill(pid, signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=60)
+    _, errors = launcher.communicate(timeout=WAIT_S)
     if victim == "agent":
         assert launcher.returncode == 70 and "was lost: The connection to" in errors
     marked.nobody_is_left()
@@ -139,7 +139,7 @@ time.sleep(600)
     launcher = marked.start("launch", "-n", "2", *python(code))
     until(lambda: (marked.folder / "up0").exists() and (marked.folder / "up1").exists())
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=WAIT_S)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert (marked.folder / "bye0").exists() and (marked.folder / "bye1").exists()
     marked.nobody_is_left()
