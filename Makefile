@@ -10,7 +10,7 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test test-peft lint types check bench soak clean help
+.PHONY: demo test test-peft lint types check bench docs soak clean help
 
 help:            ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -59,11 +59,11 @@ test-peft: $(VENV)/tested ## adapters against PEFT's own forward pass (installs 
 	$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)$(COMMA)test-peft]"
 	MLXSERVE_REQUIRE_PEFT=1 $(BIN)/pytest tests/lora/test_peft.py
 
-bench: $(VENV)/tested $(VENV)/model ## side by side with mlx-lm; prints the tables of BENCHMARKS.md
-	PYTHONPATH=. $(BIN)/python benchmarks/generate.py
-	PYTHONPATH=. $(BIN)/python benchmarks/serving.py
-	PYTHONPATH=. $(BIN)/python benchmarks/overhead.py
-	PYTHONPATH=. $(BIN)/python benchmarks/http_streams.py
+bench: $(VENV)/tested $(VENV)/model ## everything side by side with mlx-lm; writes the tables of BENCHMARKS.md
+	PYTHONPATH=. $(BIN)/python -m benchmarks.all
+
+docs: $(VENV)/installed ## write docs/commands/ anew from the commands' own help
+	$(BIN)/python scripts/make_docs.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
-from importlib.metadata import version
 from typing import Any
 
 import mlxserve  # noqa: F401  (first: it puts OpenBLAS in before MLX loads)
+from mlxserve.bench.machine import describe
+from mlxserve.bench.machine import machine as facts
 
 
 class Table:
@@ -32,19 +30,4 @@ class Table:
 
 def machine() -> str:
     """One line: processor, cores, system, versions, date."""
-    processor = _processor()
-    names = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlxserve"))
-    from mlxserve import blas
-
-    return (
-        f"{processor}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, "
-        f"{names}, BLAS {blas.in_use()}; {datetime.date.today().isoformat()}"
-    )
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return describe(facts())

@@ -27,6 +27,12 @@ def gather_sum(x: mx.array, group: mx.distributed.Group, stream: Any = None) -> 
     return parts.sum(axis=0).astype(x.dtype)
 
 
+def prepare(group: mx.distributed.Group | None, gathered_bytes: int | None) -> None:
+    """Choose the cheaper form for `group`, if there is one; every rank calls it at once."""
+    if group is not None:
+        install(cheaper_up_to(group) if gathered_bytes is None else gathered_bytes)
+
+
 def install(gathered_bytes: int) -> None:
     """Sums of up to `gathered_bytes` bytes are gathered from now on, in this process; 0 undoes it."""
     original = _original()

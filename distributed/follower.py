@@ -33,7 +33,7 @@ from mlxserve.distributed.frames import (
     encode_plain,
     encode_tokens,
 )
-from mlxserve.distributed.handover import Outbox, Part, unpack
+from mlxserve.distributed.handover import Outbox, Part, placeholders, unpack
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
 from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
@@ -64,7 +64,7 @@ class Follower:
 
     def __init__(self, context: RankContext, loaded: LoadedModel, stage: Part | None) -> None:
         assert context.control is not None
-        self.step = -1
+        self.step = 0
         self._context = context
         self._control: Channel = context.control
         self._loaded = loaded
@@ -75,20 +75,20 @@ class Follower:
     def run(self) -> None:
         """From the first frame to the last."""
         bound_mlx()
-        start = decode_start(self._expect(Kind.START).payload)
-        runner = self._prepare(start)
         try:
-            self._serve(runner)
-        finally:
-            self._outbox.close()
+            self._serve(self._prepare(decode_start(self._expect(Kind.START).payload)))
+        except BaseException:
+            self._outbox.abandon()
+            raise
+        self._outbox.close()
+        self._control.send(Kind.STOP, self.step)
 
     # -- before the first step ---------------------------------------------------------------------------
 
     def _prepare(self, start: Start) -> Runner:
         """Say what fits here, hear what was agreed, and build the runner."""
         group = self._context.group
-        if group is not None:
-            collective.install(collective.cheaper_up_to(group))
+        collective.prepare(group, start.gathered_bytes)
         self._control.send(Kind.MEMORY, 0, encode_plain(self._room(start)))
         agreed = decode_room(self._expect(Kind.MEMORY).payload)
         kind: Any
@@ -105,6 +105,8 @@ class Follower:
     def _room(self, start: Start) -> Room:
         if start.way == SOLO:
             return Room((), 0)
+        if self._stage is not None:
+            self._stage.hand_in(placeholders(start.handed))
         sizes = measure(self._loaded.model, start.way, start.config)
         free = (machine_budget() - mx.get_active_memory()) // self._context.sharing
         memory = plan_memory(sizes, start.config, start.context, free)

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     EMBED = 8  # rank 0 → all: token ids whose embedding is wanted
     VECTOR = 9  # last stage → rank 0: an embedding
     FAILED = 10  # all → rank 0: why a rank stops
-    STOP = 11  # rank 0 → all
+    STOP = 11  # rank 0 → all, and back: the end
 
 
 class Diverged(EngineStopped):
@@ -258,15 +258,29 @@ _SHARED = ("page_size", "max_sequences", "step_tokens", "kv_bits", "kv_group_siz
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How every rank runs: the way of models/paged.py, the context, the engine's settings."""
+    """How every rank runs: the way of models/paged.py, the context, the engine's settings.
+
+    handed: dtype and shape of the arrays that a pipeline's stage hands on for one token. gathered_bytes: sums
+    of up to so many bytes are gathered (collective.py); None where the ranks shall measure it together.
+    """
 
     way: str
     context: int
     settings: dict[str, int | None]
+    handed: list[tuple[str, list[int]]]
+    gathered_bytes: int | None = None
 
     @classmethod
-    def of(cls, way: str, context: int, config: EngineConfig) -> Start:
-        return cls(way, context, {name: getattr(config, name) for name in _SHARED})
+    def of(
+        cls,
+        way: str,
+        context: int,
+        config: EngineConfig,
+        handed: list[tuple[str, list[int]]] | None = None,
+        gathered_bytes: int | None = None,
+    ) -> Start:
+        settings = {name: getattr(config, name) for name in _SHARED}
+        return cls(way, context, settings, handed or [], gathered_bytes)
 
     @property
     def config(self) -> EngineConfig:
@@ -316,8 +330,10 @@ def encode_error(error: BaseException) -> bytes:
 
 
 def decode_error(body: bytes | bytearray, rank: int) -> MlxServeError:
-    """The failure of `rank`, as an error to raise here: DoesNotFit where memory was short, else EngineStopped."""
+    """The failure of `rank`, to raise here: DoesNotFit where memory was short, Diverged, or EngineStopped."""
     name, sentence, needed, available = msgspec.msgpack.decode(body, type=tuple[str, str, int, int])
     if name == DoesNotFit.__name__:
         return DoesNotFit(f"Rank {rank}: {sentence}", needed_bytes=needed, available_bytes=available)
+    if name == Diverged.__name__:
+        return Diverged(sentence, rank=rank)
     return EngineStopped(f"Rank {rank} failed ({name}: {sentence}).")

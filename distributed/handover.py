@@ -16,12 +16,15 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
+
+from mlxserve.errors import EngineStopped
 
 Calls = list[list[mx.array]]
 _HEAD_LENGTH = struct.Struct("<I")
@@ -80,8 +83,7 @@ class Packed:
     """Hidden states on their way out: `head`, and `bodies`, arrays of bytes that may still be computed."""
 
     def __init__(self, calls: Calls) -> None:
-        form = [[(_name(a.dtype), list(a.shape)) for a in arrays] for arrays in calls]
-        head = msgspec.msgpack.encode(form)
+        head = msgspec.msgpack.encode([form_of(arrays) for arrays in calls])
         self.head = _HEAD_LENGTH.pack(len(head)) + head
         self.bodies = [
             mx.contiguous(a).reshape(-1).view(mx.uint8) for arrays in calls for a in arrays if a.size
@@ -109,8 +111,14 @@ def unpack(payload: bytearray) -> Calls:
     return calls
 
 
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+def form_of(arrays: Sequence[mx.array]) -> list[tuple[str, list[int]]]:
+    """Each array's dtype, by name, and shape."""
+    return [(str(a.dtype).removeprefix("mlx.core."), list(a.shape)) for a in arrays]
+
+
+def placeholders(form: Sequence[tuple[str, list[int]]]) -> list[mx.array]:
+    """Zeros of a form, to learn shapes with."""
+    return [mx.zeros(shape, getattr(mx, name)) for name, shape in form]
 
 
 class Outbox:
@@ -138,6 +146,12 @@ class Outbox:
         """Do what is still waiting, and end."""
         self._work.put(None)
         self._thread.join()
+
+    def abandon(self) -> None:
+        """End without waiting: what has not been sent may never be there."""
+        self._error = self._error or EngineStopped("This rank has stopped.")
+        with suppress(queue.Full):
+            self._work.put_nowait(None)
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:

@@ -42,7 +42,7 @@ from mlxserve.distributed.frames import (
     encode_masks,
     encode_plain,
 )
-from mlxserve.distributed.handover import Outbox, Part
+from mlxserve.distributed.handover import Outbox, Part, form_of
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
 from mlxserve.engine.batch import Batch
@@ -100,19 +100,21 @@ class LeadingRanks:
 
     def agree(self, way: str, context: int, config: EngineConfig, limits: Limits) -> Limits:
         """What all ranks have room for. Raises what a rank answers instead."""
-        room = self.crew.agree(Start.of(way, context, config), Room(limits.pages, limits.state_slots))
+        handed = form_of(self.stage.hand_out()) if self.stage is not None else []
+        # What this stage hands on is known since the engine measured its pages.
+        start = Start.of(way, context, config, handed, self.context.gathered_bytes)
+        room = self.crew.agree(start, Room(limits.pages, limits.state_slots))
         return Limits(room.pages, room.state_slots)
 
     def make_runner(
         self, model: nn.Module, way: str, config: EngineConfig, *, context: int, limits: Limits
     ) -> Runner:
         """A runner for rank 0's part, which announces each batch to the others."""
-        kind: Any
-        if self.context.split.mode == "pipeline":
-            kind = partial(PipelineLeader, stage=self.stage, after=self.context.after)
-        else:
-            kind = partial(TensorLeader, group=self.context.group)
-        kind = partial(kind, crew=self.crew)
+        kind: Any = PipelineLeader
+        parts: dict[str, Any] = {"stage": self.stage, "after": self.context.after}
+        if self.context.split.mode == "tensor":
+            kind, parts = TensorLeader, {"group": self.context.group}
+        kind = partial(kind, crew=self.crew, **parts)
         return make_runner(model, way, config, context=context, limits=limits, kind=kind)
 
 
@@ -145,8 +147,7 @@ class Crew:
     def agree(self, start: Start, room: Room) -> Room:
         """Tell every rank how to run, and find what all of them have room for."""
         self.send_all(Kind.START, 0, encode_plain(start))
-        if self._context.group is not None:
-            collective.install(collective.cheaper_up_to(self._context.group))
+        collective.prepare(self._context.group, start.gathered_bytes)
         for channel in self._context.followers:
             frame = channel.receive(START_TIMEOUT_S)
             if frame.kind == Kind.FAILED:
@@ -219,6 +220,8 @@ class Crew:
         try:
             while True:
                 frame = channel.receive()
+                if frame.kind == Kind.STOP:
+                    return
                 if frame.kind == Kind.FAILED:
                     raise decode_error(frame.payload, channel.rank)
                 if frame.kind == Kind.VECTOR:
@@ -283,7 +286,8 @@ class _Leading(Runner):
 
     def forget(self) -> None:
         """Raises EngineStopped: what the other ranks have computed cannot be taken back."""
-        raise _no_way_back(None, sys.exception())
+        error = sys.exception()
+        raise _no_way_back(None, error) from error
 
     def close(self) -> None:
         """Let the other ranks go."""

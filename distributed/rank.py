@@ -32,6 +32,7 @@ class RankContext:
 
     group: MLX's group of all ranks, for a tensor split. control: to rank 0 (None on rank 0 itself).
     followers: on rank 0, to ranks 1, 2, …. before, after: to the neighbouring stages of a pipeline.
+    gathered_bytes: on rank 0, up to which size sums are gathered (collective.py); None measures it.
     sharing: ranks on this host, which share its memory. patience_s: how long rank 0 waits for the tokens of a
     pipeline's step; None where a supervisor watches instead.
     on_step: called with the number of each step that is complete on this rank, from any thread.
@@ -45,6 +46,7 @@ class RankContext:
     followers: Sequence[Channel] = ()
     before: Channel | None = None
     after: Channel | None = None
+    gathered_bytes: int | None = None
     sharing: int = 1
     patience_s: float | None = None
     on_step: Callable[[int], None] = field(default=_nothing)

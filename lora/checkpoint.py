@@ -36,6 +36,17 @@ class State:
     settings: str = ""
 
 
+def state_numbers(state: State) -> mx.array:
+    """A state as numbers (4096,) uint32, so that it travels between processes as arrays do."""
+    return mx.array(list(json.dumps(asdict(state)).encode().ljust(4096)), mx.uint32)
+
+
+def state_of(numbers: mx.array) -> State:
+    """What `state_numbers` was given."""
+    values: Any = numbers.tolist()
+    return State(**json.loads(bytes(values)))
+
+
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a folder beside `target`, then put it in target's place.
 

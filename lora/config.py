@@ -86,7 +86,7 @@ class TrainConfig:
     packing: bool = False
     lr: float = 1e-4
     min_lr_ratio: float = 0.0
-    optimizer: Literal["adamw", "adafactor", "muon", "lion"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "adafactor", "muon", "lion"] = "adamw"
     weight_decay: float = 0.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup: float = 0.03

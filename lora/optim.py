@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from mlxserve.lora.blockwise import AdamW8bit
 from mlxserve.lora.config import RunConfig, TrainConfig
 
 Arrays = dict[str, mx.array]
@@ -39,10 +40,18 @@ def schedule(config: TrainConfig, total_steps: int) -> Callable[[int], float]:
     return rate
 
 
-def clip_by_norm(gradients: Arrays, limit: float) -> tuple[Arrays, mx.array]:
-    """(gradients scaled so that their joint norm is at most `limit`, the norm before); 0 does not clip."""
-    ordered = (gradients[name].astype(mx.float32) for name in sorted(gradients))  # one order, one rounding
-    norm = mx.sqrt(sum((mx.square(gradient).sum() for gradient in ordered), mx.array(0.0)))
+def sum_of_squares(gradients: Arrays) -> mx.array:
+    """Scalar float32; always added in the order of names, so that it rounds the same each time."""
+    ordered = (gradients[name].astype(mx.float32) for name in sorted(gradients))
+    return sum((mx.square(gradient).sum() for gradient in ordered), mx.array(0.0))
+
+
+def clip_by_norm(gradients: Arrays, limit: float, norm: mx.array | None = None) -> tuple[Arrays, mx.array]:
+    """(gradients scaled so that their joint norm is at most `limit`, the norm before); 0 does not clip.
+
+    norm: where these are a part of all gradients, the norm of all.
+    """
+    norm = mx.sqrt(sum_of_squares(gradients)) if norm is None else norm
     if not limit:
         return gradients, norm
     factor = mx.minimum(1.0, limit / (norm + 1e-6))
@@ -52,6 +61,8 @@ def clip_by_norm(gradients: Arrays, limit: float) -> tuple[Arrays, mx.array]:
 def _make(name: str, decay: float) -> optim.Optimizer:
     if name == "adamw":
         return optim.AdamW(0.0, weight_decay=decay, bias_correction=True)
+    if name == "adamw8bit":
+        return AdamW8bit(0.0, weight_decay=decay)
     if name == "lion":
         return optim.Lion(0.0, weight_decay=decay)
     if name == "muon":
@@ -105,6 +116,21 @@ class Optimizer:
     @property
     def nbytes(self) -> int:
         return sum(value.nbytes for value in self.state().values())
+
+
+def map_moments(state: Arrays, change: Callable[[Arrays], Arrays]) -> Arrays:
+    """An optimiser's state with `change` done to its moments, as dicts by the parameter's name."""
+    leaves: dict[str, dict[str, str]] = {}
+    for key in state:
+        _, _, rest = key.partition(".")
+        name, separator, leaf = rest.rpartition(".")
+        if separator:
+            leaves.setdefault(leaf, {})[name.replace("/", ".")] = key
+    changed = dict(state)
+    for keys in leaves.values():
+        made = change({name: state[key] for name, key in keys.items()})
+        changed |= {key: made[name] for name, key in keys.items()}
+    return changed
 
 
 def _group(config: RunConfig, name: str, value: mx.array) -> tuple[str, float]:

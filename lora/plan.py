@@ -22,7 +22,7 @@ from mlxserve.lora.loss import default_chunk
 from mlxserve.models.load import build
 from mlxserve.models.memory import show_bytes
 
-STATE_BYTES = {"adamw": 8.0, "lion": 4.0, "muon": 4.0, "adafactor": 0.1}
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.04, "lion": 4.0, "muon": 4.0, "adafactor": 0.1}
 LOSS_BUFFERS = 8  # chunk-sized arrays alive at once, as measured
 
 

@@ -38,11 +38,19 @@ class Stepper:
     """Computes losses and gradients of batches for one model and one objective.
 
     Masters are float32 by name; for full fine-tuning each is cast to the dtype that the model had.
+    trunk: runs instead of the model's own, as `Share.trunk` says.
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, *, checkpointing: bool, vocabulary: int
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        checkpointing: bool,
+        vocabulary: int,
+        trunk: Callable[[Arrays, mx.array], mx.array] | None = None,
     ) -> None:
+        self.trunk = trunk
         self.model, self.config = model, config
         self.split = Split(model, checkpointing=checkpointing)
         self.chunk = default_chunk(vocabulary) if config.loss_chunk == "auto" else config.loss_chunk
@@ -52,7 +60,8 @@ class Stepper:
         self.head_names = sorted(self.split.head_parameters())
         self._has_dropout = any(isinstance(m, nn.Dropout) and m._p_1 < 1 for _, m in model.named_modules())
         on_cpu = mx.default_device() == mx.cpu
-        self.compiles = not on_cpu if config.compile == "auto" else config.compile
+        wanted = not on_cpu if config.compile == "auto" else config.compile
+        self.compiles = wanted and trunk is None
         self._compiled: Callable[..., Any] | None = None
 
     def place(self, masters: Arrays) -> None:
@@ -143,7 +152,9 @@ class Stepper:
         targets: mx.array,
     ) -> mx.array:
         """(N,) losses of the target rows; only these go through the head."""
-        if segments:
+        if self.trunk is not None:
+            hidden = self.trunk(masters, inputs)  # (R, W, H)
+        elif segments:
             hidden = self.split.hidden(inputs.T, cache=segment_caches(self.model, segments))  # (T, 1, H)
         else:
             hidden = self.split.hidden(inputs)  # (R, W, H)

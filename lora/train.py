@@ -1,7 +1,7 @@
 """The loop: batches to gradients to steps, with evaluation, saving and an exact way back in.
 
-Knows: a Stepper, an Optimizer, the files of a run. A process group for data-parallel training and a
-function that writes samples are handed in. Does not know how models are loaded or who watches.
+Knows: a Stepper, an Optimizer, the files of a run. This process's share of a run that several make, and a
+function that writes samples, are handed in. Does not know how models are loaded or who watches.
 
 A run is a pure function of model, data, settings and seed: batches follow from (seed, epoch), dropout from
 the place in the data, so a resumed run is the run that was never stopped.
@@ -15,7 +15,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,17 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.errors import Cancelled, MlxServeError, UsageError
-from mlxserve.lora import adapters, checkpoint
+from mlxserve.lora.adapters import Adapter
 from mlxserve.lora.batches import Batch, make_batch, plan_epoch
-from mlxserve.lora.config import RunConfig, to_dict, write_yaml
+from mlxserve.lora.checkpoint import State
+from mlxserve.lora.config import RunConfig, to_dict
 from mlxserve.lora.data import Dataset
 from mlxserve.lora.layers import base_only
-from mlxserve.lora.optim import Arrays, Optimizer, clip_by_norm, schedule
+from mlxserve.lora.optim import Optimizer, schedule
 from mlxserve.lora.packing import require_packing
-from mlxserve.lora.step import Micro, Stepper
+from mlxserve.lora.saving import Saver
+from mlxserve.lora.share import Share, Step, Window, Work, alone, data_parallel, finish_window
+from mlxserve.lora.step import Stepper
 
 Event = dict[str, Any]
 CACHE_SHARE = 0.25  # of the bytes in use: how much MLX may keep beyond them for reuse
@@ -60,8 +63,8 @@ class Trainer:
     """Trains `model` (adapters already in it) on `train`.
 
     watch: called with every event: {"kind": "step" | "eval" | "save" | "sample" | "note", …}.
-    group: mx.distributed's; each process calls with the same data and its own rank. stop: an event that ends
-    the run after the running step, as Ctrl-C does. Only rank 0 writes files.
+    group: mx.distributed's, for data-parallel training; share: more than that (see Share). Each process
+    calls with the same data. stop: an event that ends the run after the running step, as Ctrl-C does.
     """
 
     def __init__(
@@ -79,24 +82,26 @@ class Trainer:
         watch: Callable[[Event], None] | None = None,
         generate: Callable[[], list[Event]] | None = None,
         group: Any = None,
+        share: Share | None = None,
         stop: threading.Event | None = None,
     ) -> None:
         self.model, self.config, self.train_data, self.valid_data = model, config, train, valid
-        self.base, self.run_folder, self.watch, self.generate = base, run, watch or (lambda _: None), generate
-        self.group, self.stop = group, stop or threading.Event()
-        self.rank: int = group.rank() if group is not None else 0
-        self.size: int = group.size() if group is not None else 1
+        self.watch, self.generate = watch or (lambda _: None), generate
+        self.share, self.stop = share or data_parallel(group), stop or threading.Event()
         if config.train.packing:
-            require_packing(architecture or {})
-        self.stepper = Stepper(model, config.train, checkpointing=checkpointing, vocabulary=vocabulary)
+            _require_packing(architecture or {}, self.share)
+        self.stepper = Stepper(
+            model, config.train, checkpointing=checkpointing, vocabulary=vocabulary, trunk=self.share.trunk
+        )
         self.optimizer = Optimizer(config, self.stepper.masters)
-        self.state = checkpoint.State(data=train.digest(), settings=_fingerprint(config))
+        self.saver = Saver(run, config, self.stepper, self.optimizer, self.share, base)
+        self.state = State(data=train.digest(), settings=_fingerprint(config))
         self.total_steps = self._count_steps()
         self.rate = schedule(config.train, self.total_steps)
         self.references = [self._reference(data) for data in (train, valid)]
         self.history: list[Event] = []
-        self._saved_step = -1
-        self._just_evaluated = False
+        self.outcome: Outcome | None = None
+        self._just_evaluated = self._stopping = False
 
     # The plan.
 
@@ -113,7 +118,7 @@ class Trainer:
         )
 
     def _count_steps(self) -> int:
-        window = self.config.train.accumulate * self.size
+        window = self.config.train.accumulate * self.share.size
         if self.config.train.steps is not None:
             return self.config.train.steps
         return sum(
@@ -143,98 +148,82 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end, or until stopped. Raises TrainingDiverged, naming rows, and Cancelled on Ctrl-C."""
-        self._write_settings()
-        why = "finished"
         with _interrupts(self.stop):
-            try:
-                why = self._loop()
-            except TrainingDiverged:
-                self._save_checkpoint()
-                raise
+            for _ in self.pieces():
+                pass
+        assert self.outcome is not None
+        return self.outcome
+
+    def pieces(self) -> Iterator[str]:
+        """The same run in pieces, for who has other work between them: "batch" after each micro-batch's
+        gradient, "step" after each step, "held-out" after each batch of an evaluation.
+
+        `outcome` is there when it ends. Raises as `run`.
+        """
+        self.saver.begin()
+        try:
+            why = yield from self._loop()
+        except TrainingDiverged:
+            self._save_checkpoint()
+            raise
         self._save_checkpoint()
         if why == "stopped":
-            place = f" {self.run_folder} can be resumed." if self.run_folder else ""
+            place = f" {self.saver.run} can be resumed." if self.saver.run else ""
             raise Cancelled(f"Stopped after step {self.state.step}.{place}")
         if self._evaluates and not self._just_evaluated:
-            self._evaluate()
+            yield from self._evaluate()
         self._finish()
         losses = [event["loss"] for event in self.history if event["kind"] == "step"]
-        return Outcome(
-            why, self.state.step, self.state.best_loss, losses[-1] if losses else None, self.history
-        )
+        last = losses[-1] if losses else None
+        self.outcome = Outcome(why, self.state.step, self.state.best_loss, last, self.history)
 
-    def _loop(self) -> str:
+    def _loop(self) -> Generator[str, None, str]:
         while self.state.step < self.total_steps:
             plan = self._plan(self.train_data, self.state.epoch)
             while self.state.cursor < len(plan) and self.state.step < self.total_steps:
-                if self.stop.is_set():
+                if self._stopping or (self.share.reduce is alone and self.stop.is_set()):
                     return "stopped"
-                self._step(plan)
-                if self._after_step():
+                yield from self._step(plan)
+                yield "step"
+                if (yield from self._after_step()):
                     return "early"
             if self.state.cursor >= len(plan):
                 self.state.epoch, self.state.cursor = self.state.epoch + 1, 0
         return "finished"
 
-    def _step(self, plan: list[list[int]]) -> None:
+    def _step(self, plan: list[list[int]]) -> Iterator[str]:
         """One optimiser step over the next window, which is shorter at an epoch's end."""
         began = time.perf_counter()
-        window = plan[self.state.cursor : self.state.cursor + self.config.train.accumulate * self.size]
-        mine = range(self.rank, len(window), self.size)
-        sums: Arrays | None = None
-        loss, count, tokens, padded = 0.0, 0, 0, 0
-        where: list[str] = []
-        for place in mine:
-            batch = self._batch(self.train_data, window[place])
-            micro = self._micro(batch, window[place], self.state.cursor + place)
-            sums = micro.gradients if sums is None else {n: sums[n] + g for n, g in micro.gradients.items()}
-            mx.eval(sums)
-            loss += float(micro.loss_sum)
-            count += micro.count
-            tokens, padded = tokens + batch.real_tokens, padded + batch.padded_tokens
-            where += batch.where
-        sums, loss, count, tokens = self._shared(sums, loss, count, tokens)
+        size = self.config.train.accumulate * self.share.size
+        numbers = plan[self.state.cursor : self.state.cursor + size]
+        window = Window()
+        for place in range(self.share.rank, len(numbers), self.share.size):
+            window.add(self.stepper, self._work(numbers[place], self.state.cursor + place))
+            yield "batch"
         rate = self.rate(self.state.step)
-        gradients, norm = clip_by_norm({n: g / count for n, g in sums.items()}, self.config.train.clip)
-        if not math.isfinite(float(norm)):
-            raise TrainingDiverged(
-                f"The gradient of step {self.state.step + 1} is not finite; its rows are {_listed(where)}."
-            )
-        masters = self.optimizer.apply(self.stepper.masters, gradients, rate)
-        mx.eval(masters, self.optimizer.state())
-        self.stepper.install(masters)
-        self._bound_cache()
-        self.state.step += 1
-        self.state.cursor += len(window)
-        self.state.trained_tokens += tokens
-        self._report(loss, count, rate, float(norm), tokens, padded, time.perf_counter() - began)
-
-    def _micro(self, batch: Batch, numbers: list[int], place: int) -> Micro:
-        seed = int(
-            np.random.SeedSequence([self.config.train.seed, self.state.epoch, place]).generate_state(1)[0]
+        step = finish_window(
+            self.stepper,
+            self.optimizer,
+            window,
+            rate=rate,
+            clip=self.config.train.clip,
+            share=self.share,
+            stop=self.stop.is_set(),
         )
-        micro = self.stepper.gradient(batch, self._known(0, numbers), seed)
-        if not math.isfinite(float(micro.loss_sum)):
-            bad = np.flatnonzero(~np.isfinite(np.array(micro.sequences)))
-            rows = [batch.where[i] for i in bad] or list(batch.where)
-            raise TrainingDiverged(
-                f"The loss of step {self.state.step + 1} is not finite at {_listed(rows)}; lower train.lr, or "
-                "look at these rows."
-            )
-        return micro
+        if not step.finite:
+            raise TrainingDiverged(_diverged(self.state.step + 1, window))
+        self._bound_cache()
+        self._stopping = step.stop
+        self.state.step += 1
+        self.state.cursor += len(numbers)
+        self.state.trained_tokens += step.tokens
+        self._report(step, rate, time.perf_counter() - began)
 
-    def _shared(
-        self, sums: Arrays | None, loss: float, count: int, tokens: int
-    ) -> tuple[Arrays, float, int, int]:
-        """Sums over all processes; a process without a batch adds zeros."""
-        if sums is None:
-            sums = {name: mx.zeros_like(value) for name, value in self.stepper.masters.items()}
-        if self.size == 1:
-            return sums, loss, count, tokens
-        totals = mx.distributed.all_sum(mx.array([loss, count, tokens], mx.float32), group=self.group)
-        sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
-        mx.eval(totals, sums)
-        return sums, float(totals[0]), int(totals[1]), int(totals[2])
+    def _work(self, numbers: list[int], place: int) -> Work:
+        """A micro-batch and the seed of its dropout, which is fixed by its place in the data."""
+        entropy = np.random.SeedSequence([self.config.train.seed, self.state.epoch, place])
+        seed = int(entropy.generate_state(1)[0])
+        return Work(self._batch(self.train_data, numbers), self._known(0, numbers), seed)
 
     def _bound_cache(self) -> None:
         """MLX keeps freed buffers of every shape; its peak does not count them, the user's memory does."""
@@ -243,12 +232,12 @@ class Trainer:
 
     # What happens between steps.
 
-    def _after_step(self) -> bool:
+    def _after_step(self) -> Generator[str, None, bool]:
         """Evaluate and save when it is time; True if the run should stop early."""
         self._just_evaluated = False
         every = self.config.eval.every
         if self._evaluates and every and self.state.step % every == 0:
-            self._evaluate()
+            yield from self._evaluate()
         patience = self.config.eval.patience
         if patience is not None and self.state.bad_evals >= patience:
             return True
@@ -260,45 +249,51 @@ class Trainer:
     def _evaluates(self) -> bool:
         return self.valid_data is not None
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> Iterator[str]:
         assert self.valid_data is not None
-        loss = self.evaluate(self.valid_data, 1)
+        loss = yield from self._held_out(self.valid_data, 1)
         self._just_evaluated = True
-        better = self.state.best_loss is None or loss < self.state.best_loss
+        better = math.isfinite(loss) and (self.state.best_loss is None or loss < self.state.best_loss)
         self.state.bad_evals = 0 if better else self.state.bad_evals + 1
         if better:
             self.state.best_loss = loss
             self._save_adapter("best")
         self._tell({"kind": "eval", "step": self.state.step, "loss": loss, "best": better})
-        for sample in self.generate() if self.generate is not None else ():
+        for sample in self.generate() if self.generate is not None and self.share.writes else ():
             self._tell({"kind": "sample", "step": self.state.step, **sample})
 
     def evaluate(self, data: Dataset, which: int = 1) -> float:
         """Mean loss over all targets (or pairs) of a data set, each counted once."""
-        total = np.zeros(2)
-        for place, numbers in enumerate(self._plan(data, 0)):
-            if place % self.size == self.rank:
-                total += self.stepper.loss(self._batch(data, numbers), self._known(which, numbers))
-        if self.size > 1:
-            total = np.array(mx.distributed.all_sum(mx.array(total.astype(np.float32)), group=self.group))
-        return float(total[0] / total[1])
+        running = self._held_out(data, which)
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                return float(end.value)
 
-    def _report(
-        self, loss: float, count: int, rate: float, norm: float, tokens: int, padded: int, seconds: float
-    ) -> None:
+    def _held_out(self, data: Dataset, which: int) -> Generator[str, None, float]:
+        total = np.zeros(6)
+        for place, numbers in enumerate(self._plan(data, 0)):
+            if place % self.share.size == self.share.rank:
+                total[:2] += self.stepper.loss(self._batch(data, numbers), self._known(which, numbers))
+                yield "held-out"
+        _, sums = self.share.reduce({}, mx.array(total.astype(np.float32)))
+        return float(total[0] / total[1]) if self.share.size == 1 else float(sums[0] / sums[1])
+
+    def _report(self, step: Step, rate: float, seconds: float) -> None:
         self._tell(
             {
                 "kind": "step",
                 "step": self.state.step,
                 "steps": self.total_steps,
                 "epoch": self.state.epoch,
-                "loss": loss / count,
+                "loss": step.loss,
                 "lr": rate,
-                "grad_norm": norm,
-                "targets": count,
-                "tokens": tokens,
-                "tokens_per_s": tokens / seconds,
-                "padding": 1 - tokens / padded if padded and self.size == 1 else 0.0,
+                "grad_norm": step.norm,
+                "targets": step.count,
+                "tokens": step.tokens,
+                "tokens_per_s": step.tokens / seconds,
+                "padding": 1 - step.tokens / step.padded,
                 "active_bytes": mx.get_active_memory(),
                 "peak_bytes": mx.get_peak_memory(),
                 "seconds": seconds,
@@ -308,85 +303,38 @@ class Trainer:
     def _tell(self, event: Event) -> None:
         if event["kind"] in ("step", "eval"):
             self.history.append(event)
-        if self.rank == 0:
+        if self.share.writes:
             self.watch(event)
 
     # Files.
 
-    def _writes(self) -> bool:
-        return self.run_folder is not None and self.rank == 0
-
-    def _write_settings(self) -> None:
-        if self._writes():
-            assert self.run_folder is not None
-            checkpoint.recover(self.run_folder)
-            checkpoint.write_file(self.run_folder / "config.yaml", write_yaml(self.config))
-
-    def adapter(self) -> adapters.Adapter:
-        """What was trained, now."""
-        kind = self.config.lora.type
-        if kind == "full":
-            return adapters.Adapter("full", dict(self.stepper.masters), {}, self.base)
-        found = adapters.of_model(self.model, base=self.base)
-        found.dropout = self.config.lora.dropout
-        return found
-
-    def _fill(self, folder: Path) -> None:
-        adapters.save(folder, self.adapter(), {"lora": to_dict(self.config)["lora"]})
+    def adapter(self) -> Adapter:
+        """What was trained, now; all processes of a share call it."""
+        return self.saver.adapter()
 
     def _save_adapter(self, name: str) -> None:
-        if self._writes():
-            assert self.run_folder is not None
-            checkpoint.write_folder(self.run_folder / name, self._fill)
-            self._tell({"kind": "save", "step": self.state.step, "path": str(self.run_folder / name)})
+        self._tell_saved(self.saver.save_adapter(name))
 
     def _save_checkpoint(self) -> None:
-        if not self._writes() or self._saved_step == self.state.step:
-            return
-        assert self.run_folder is not None
-        path = checkpoint.save_checkpoint(
-            self.run_folder, self.state, self.optimizer.state(), self._fill, self.config.save.keep
-        )
-        self._saved_step = self.state.step
-        self._tell({"kind": "save", "step": self.state.step, "path": str(path)})
+        self._tell_saved(self.saver.save_checkpoint(self.state))
+
+    def _tell_saved(self, path: Path | None) -> None:
+        if path is not None:
+            self._tell({"kind": "save", "step": self.state.step, "path": str(path)})
 
     def _finish(self) -> None:
         """Write final/: the best adapter where eval.keep says so and there was an evaluation, else the last."""
-        best = self.run_folder / "best" if self.run_folder else None
-        if self.config.eval.keep == "best" and best is not None and best.is_dir() and self._evaluates:
-            self._install_adapter(adapters.read(best))
+        if self.config.eval.keep == "best" and self.state.best_loss is not None:
+            self.saver.take_best()
         self._save_adapter("final")
 
-    def _install_adapter(self, adapter: adapters.Adapter) -> None:
-        masters = {name: adapter.arrays[name].astype(mx.float32) for name in self.stepper.masters}
-        mx.eval(masters)
-        self.stepper.install(masters)
-
     def resume(self, path: Path | None = None) -> None:
-        """Take up the run folder's newest checkpoint, or `path`.
+        """Take up the run folder's newest checkpoint, or `path`; with several processes, the writing one's.
 
         Raises UsageError where there is none, or where it belongs to other data or settings.
         """
-        if path is None:
-            assert self.run_folder is not None
-            checkpoint.recover(self.run_folder)
-            found = checkpoint.checkpoints(self.run_folder)
-            if not found:
-                raise UsageError(f"{self.run_folder} holds no checkpoint to resume from.", param="resume")
-            path = found[-1]
-        state, arrays = checkpoint.read_checkpoint(path)
-        for name, words in (("data", "other rows"), ("settings", "other settings")):
-            if getattr(state, name) != getattr(self.state, name):
-                raise UsageError(
-                    f"{path} was written with {words}; resume with the run's own.", param="resume"
-                )
-        adapter = adapters.read(path)
-        if adapter.arrays.keys() != self.stepper.masters.keys():
-            raise UsageError(f"{path} trains other parameters than this run.", param="resume")
-        self._install_adapter(adapter)
-        self.optimizer.restore(arrays)
-        self.state, self._saved_step = state, state.step
-        self._tell({"kind": "resume", "step": state.step, "path": str(path)})
+        self.state, read = self.saver.resume(self.state, path)
+        self._tell({"kind": "resume", "step": self.state.step, "path": str(read)})
 
 
 def _fingerprint(config: RunConfig) -> str:
@@ -394,6 +342,22 @@ def _fingerprint(config: RunConfig) -> str:
     values = to_dict(config)
     chosen = {key: values[key] for key in ("model", "quantize", "lora", "train")}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+
+
+def _require_packing(architecture: dict[str, Any], share: Share) -> None:
+    if share.trunk is not None:
+        raise UsageError("train.packing does not work with a sharded model.", param="train.packing")
+    require_packing(architecture)
+
+
+def _diverged(step: int, window: Window) -> str:
+    if window.bad:
+        return (
+            f"The loss of step {step} is not finite at {_listed(window.bad)}; lower train.lr, or look at these "
+            "rows."
+        )
+    rows = _listed(window.where) if window.where else "another process's"
+    return f"The loss or the gradient of step {step} is not finite; its rows are {rows}."
 
 
 def _listed(rows: list[str]) -> str:

@@ -152,9 +152,10 @@ class Request:
 
     `id` is unique in an engine. `client` is whom fairness counts. `params` are resolved settings.
     `adapter` names a LoRA adapter loaded on the base model, None the base itself. `deadline_s`: seconds
-    after arrival when an unfinished request is given up. `whole`: nobody looks at the answer before its
-    end, so that it may be begun again elsewhere. `resume`: tokens of the answer that were made, and handed
-    out, before; the answer goes on behind them.
+    after arrival when an unfinished request is given up. `continues`: the answer goes on from the prompt's
+    text, as a raw completion does, so that a space it begins with is part of it. `whole`: nobody looks at the
+    answer before its end, so that it may be begun again elsewhere. `resume`: tokens of the answer that were
+    made, and handed out, before; the answer goes on behind them.
     """
 
     id: str
@@ -166,6 +167,7 @@ class Request:
     deadline_s: float | None = None
     whole: bool = False
     resume: Sequence[int] = ()
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,3 +225,33 @@ class Delta:
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
     stopped_by: str | None = None
+
+
+class Collected:
+    """One answer, put together from its deltas."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._reason: FinishReason | None = None
+        self._metrics = Metrics()
+
+    def add(self, delta: Delta) -> None:
+        """The next delta, in their order."""
+        self._pieces.append(delta.text)
+        self._tokens.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._reason = delta.finish_reason
+        self._metrics = delta.metrics or self._metrics
+
+    def output(self, prompt: Sequence[int] = ()) -> Output:
+        """The answer so far; `prompt` are its ids."""
+        return Output(
+            text="".join(self._pieces),
+            token_ids=self._tokens,
+            finish_reason=self._reason,
+            logprobs=self._logprobs or None,
+            metrics=self._metrics,
+            prompt_token_ids=list(prompt),
+        )

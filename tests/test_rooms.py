@@ -30,12 +30,14 @@ ALLOWED: dict[str, set[str]] = {
     "models": MLX | MLX_LM | {"models", "kernels_metal", "cache.store", "cache.state"},
     "text": {"text", "mlx_lm"},
     "engine": MLX | {"engine", "cache", "models", "text", "kernels_metal", "blas"},
+    "bench": {"bench", "engine", "blas", ""},
     "server": {"server", "engine", "text", "models", ""},
     "lora": MLX | {"lora", "models", "text", "kernels_metal"},
     "distributed": MLX | MLX_LM | {"", "distributed", "models", "text", "engine", "cache", "kernels_metal"},
     "cli": MLX
     | {
         "cli",
+        "bench",
         "server",
         "engine",
         "text",

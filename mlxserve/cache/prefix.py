@@ -20,7 +20,7 @@ A radix tree over token ids with one root a key (the adapter, ...). Rules that k
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlxserve.cache.pages import HOLE, BookkeepingError, GroupSpec, PagePool, pages_for
@@ -42,16 +42,6 @@ class Match:
     copy: list[int | None]
     state: int | None = None
     cursor: Cursor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A prefix that the tree holds: the tokens from the root, and each group's pages, HOLEs included."""
-
-    key: Hashable
-    tokens: array[int]
-    tables: list[list[int]]
-    state: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,27 +361,6 @@ class PrefixTree:
     def states_referenced(self) -> dict[int, int]:
         """slot -> references that the tree holds of it (1)."""
         return dict.fromkeys(self._radix.state_owner, 1)
-
-    def entries(self) -> Iterator[Entry]:
-        """All longest prefixes, and with a state_pool all checkpoints. The tree must not change meanwhile."""
-        for key, root in self._radix.roots.items():
-            for node in root.below():
-                if node.state is not None or (not node.children and self.state_pool is None):
-                    yield self._entry(key, node)
-
-    def _entry(self, key: Hashable, node: Node) -> Entry:
-        nodes = [node]
-        while (parent := nodes[-1].parent) is not None and parent.parent is not None:
-            nodes.append(parent)
-        path = _Path(nodes[::-1], node.end)
-        tokens = array("i")
-        for part in path.nodes:
-            tokens += part.tokens
-        tables = []
-        for g in range(len(self.groups)):
-            table, ends = self._table(path, g)
-            tables.append([HOLE if i in ends else page for i, page in enumerate(table)])
-        return Entry(key, tokens, tables, node.state)
 
     def check(self) -> None:
         """Raise BookkeepingError if tree and pools contradict each other. Walks the whole tree."""

@@ -173,7 +173,12 @@ class LayerPages:
         self.keys = self.values = None
 
     def put(self, pages: mx.array, arrays: list[mx.array]) -> None:
-        """Write whole pages: (n,) ids, and for each of this layer's arrays, keys first, (n, page_size, …)."""
+        """Write whole pages: (n,) ids, and for each of this layer's arrays, keys first, (n, page_size, …).
+
+        A layer that another stage of a pipeline holds has no arrays: then nothing is written.
+        """
+        if not arrays:
+            return
         half = len(arrays) // 2
         self.keys = self._with_room(self.keys, arrays[:half])
         self.values = self._with_room(self.values, arrays[half:])

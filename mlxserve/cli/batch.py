@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mlxserve.cli import common
 from mlxserve.cli.common import record
 from mlxserve.errors import EngineStopped, MlxServeError, UsageError
-from mlxserve.request import Delta, Output, SamplingParams
+from mlxserve.request import Collected, Delta, SamplingParams
 
 if TYPE_CHECKING:
     from mlxserve.engine.llm import LLM
@@ -248,17 +248,12 @@ def _start(llm: LLM, row: Row) -> Iterator[Delta]:
 
 def _collect(deltas: Iterator[Delta], stop: threading.Event) -> dict[str, Any]:
     """An answer put together from its pieces; leaving the stream cancels it."""
-    output = Output("", [], None)
+    collected = Collected()
     for delta in deltas:
-        output.text += delta.text
-        output.token_ids.extend(delta.token_ids)
-        if delta.logprobs:
-            output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
-        output.finish_reason = delta.finish_reason
-        output.metrics = delta.metrics or output.metrics
+        collected.add(delta)
         if stop.is_set():
             break
-    return {name: value for name, value in record(output).items() if name in ANSWER_FIELDS}
+    return {name: value for name, value in record(collected.output()).items() if name in ANSWER_FIELDS}
 
 
 @contextmanager

@@ -44,11 +44,15 @@ COMMANDS = {
     "service": Entry(
         "mlxserve.cli.service", "service", "Run the server in the background of a Mac session (launchd)."
     ),
+    "bench": Entry("mlxserve.cli.bench", "bench", "Measure a model here, or any OpenAI endpoint."),
     "doctor": Entry(
         "mlxserve.cli.doctor", "doctor", "Look at this machine, or at several, and say what would help."
     ),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
+    "completion": Entry(
+        "mlxserve.cli.completion", "completion", "Print a script that lets Tab complete in a shell."
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """`AsyncEncoder`: an embedding model behind the same face as a language model.
 
-Knows: asyncio, one thread that owns the model's arrays, and where special tokens go around a text. Does not
-know HTTP. It generates nothing and says so.
+Knows: asyncio, and one thread that owns the model's arrays. Does not know HTTP, nor which special tokens go
+around a text (`Tokenizer.encode_for_embedding`). It generates nothing and says so.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ class AsyncEncoder:
         self._thread = thread
         self._open = True
         self.tokenizer = tokenizer
-        around = tokenizer.backend.encode("").ids  # [CLS] [SEP], as the tokenizer's own template puts them
-        self._before, self._after = around[: len(around) // 2], around[len(around) // 2 :]
         self._texts = 0
 
     @classmethod
@@ -46,8 +44,8 @@ class AsyncEncoder:
 
     @property
     def context(self) -> int:
-        """Tokens a text may have, beside the special ones around it."""
-        return self._loaded.context - len(self._before) - len(self._after)
+        """Tokens a text may have, with the special ones around it."""
+        return self._loaded.context
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
@@ -86,14 +84,13 @@ class AsyncEncoder:
         return await loop.run_in_executor(self._thread, self._embed, batch)
 
     def _embed(self, batch: list[list[int]]) -> list[list[float]]:
-        texts = [[*self._before, *ids, *self._after] for ids in batch]
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i]))
         vectors: dict[int, list[float]] = {}
         for first in range(0, len(order), MOST_TOGETHER):
             chosen = order[first : first + MOST_TOGETHER]
-            vectors.update(zip(chosen, self._loaded.embed([texts[i] for i in chosen])))
+            vectors.update(zip(chosen, self._loaded.embed([batch[i] for i in chosen])))
         self._texts += len(batch)
-        return [vectors[i] for i in range(len(texts))]
+        return [vectors[i] for i in range(len(batch))]
 
     async def close(self) -> None:
         self._open = False

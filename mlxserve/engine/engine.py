@@ -148,9 +148,8 @@ class Engine:
         if self.persistence is not None:
             self.persistence.restore(request.prompt, request.adapter)
         deadline = None if request.deadline_s is None else now + request.deadline_s
-        stream = _Stream(
-            sequence, TextStream(self.tokenizer, request.params.stop), sink, deadline, constraint
-        )
+        text = TextStream(self.tokenizer, request.params.stop, continues=self._goes_on(request))
+        stream = _Stream(sequence, text, sink, deadline, constraint)
         self._streams[request.id] = self._of[sequence] = stream
         if request.resume:
             self._resume(stream)
@@ -165,6 +164,10 @@ class Engine:
             stream.text.push(token)
             if stream.constraint is not None:
                 stream.constraint.accept(token)
+
+    def _goes_on(self, request: Request) -> bool:
+        """True where the answer is one text with the prompt's; a prompt of special tokens has none."""
+        return request.continues and any(i not in self.tokenizer.special_ids for i in request.prompt)
 
     def compile_grammar(self, params: SamplingParams) -> Constraint | None:
         """A constraint for settings that ask for one; any thread may call. Raises Unsupported with a reason."""

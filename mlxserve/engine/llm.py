@@ -19,7 +19,7 @@ from mlxserve.engine.worker import Handle, Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
 from mlxserve.models.resolve import ModelFiles, resolve
-from mlxserve.request import Delta, FinishReason, Metrics, Output, Request, SamplingParams, TokenLogprob
+from mlxserve.request import Collected, Delta, Output, Request, SamplingParams
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -130,7 +130,8 @@ class LLM:
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         requests = [
-            self._request(self._encode(p), each) for p, each in zip(listed, _each(params, len(listed)))
+            self._request(self._encode(p), each, continues=True)
+            for p, each in zip(listed, _each(params, len(listed)))
         ]
         outputs = self._run(requests, progress)
         for output, prompt in zip(outputs, listed):
@@ -158,7 +159,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the last Delta has finish_reason and metrics."""
-        return self._stream(self._request(self._encode(prompt), params))
+        return self._stream(self._request(self._encode(prompt), params, continues=True))
 
     def stream_chat(
         self,
@@ -216,15 +217,17 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
         )
 
-    def _request(self, prompt: list[int], params: SamplingParams | None) -> Request:
+    def _request(
+        self, prompt: list[int], params: SamplingParams | None, *, continues: bool = False
+    ) -> Request:
         room = self.context - len(prompt)
         resolved = (params or SamplingParams()).resolved(self._engine.loaded.generation_defaults, room=room)
-        return Request(f"llm-{next(_names)}", prompt, resolved)
+        return Request(f"llm-{next(_names)}", prompt, resolved, continues=continues)
 
     def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
         requests = [replace(request, whole=True) for request in requests]
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
-        collected = [_Collected() for _ in requests]
+        collected = [Collected() for _ in requests]
         try:
             for index, request in enumerate(requests):
                 self._worker.submit(request, lambda news, index=index: inbox.put((index, news)))  # type: ignore[misc]
@@ -242,7 +245,7 @@ class LLM:
             for request in requests:
                 self._worker.cancel(request.id)
             raise
-        return [part.output(list(request.prompt)) for part, request in zip(collected, requests)]
+        return [part.output(request.prompt) for part, request in zip(collected, requests)]
 
     def _stream(self, request: Request) -> Iterator[Delta]:
         inbox: queue.SimpleQueue[Delta | MlxServeError] = queue.SimpleQueue()
@@ -263,34 +266,6 @@ def _deltas(inbox: queue.SimpleQueue[Delta | MlxServeError], cancel: Callable[[]
     finally:
         if not done:
             cancel()
-
-
-class _Collected:
-    """One answer, put together from its deltas."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.reason: FinishReason | None = None
-        self.metrics = Metrics()
-
-    def add(self, delta: Delta) -> None:
-        self.pieces.append(delta.text)
-        self.tokens.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.reason = delta.finish_reason
-        self.metrics = delta.metrics or self.metrics
-
-    def output(self, prompt: list[int]) -> Output:
-        return Output(
-            text="".join(self.pieces),
-            token_ids=self.tokens,
-            finish_reason=self.reason,
-            logprobs=self.logprobs or None,
-            metrics=self.metrics,
-            prompt_token_ids=prompt,
-        )
 
 
 def _is_one(prompts: Any) -> bool:

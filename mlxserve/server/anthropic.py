@@ -96,6 +96,7 @@ async def _plan(
         client=client,
         parallel_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", None),
         thinking_budget=thinking_budget(body),
+        continues=_prefilled(body),
     )
     return make_run(service, entry, [reply.prompt], wish)
 
@@ -106,8 +107,12 @@ async def _prompt(dialogue: Dialogue, body: Conversation, tools: Tools) -> Promp
         conversation(body),
         tools=tools,
         variables=_thinking_variables(body, dialogue),
-        continue_last=body.messages[-1].role == "assistant",
+        continue_last=_prefilled(body),
     )
+
+
+def _prefilled(body: Conversation) -> bool:
+    return body.messages[-1].role == "assistant"
 
 
 def _thinking_variables(body: Conversation, dialogue: Dialogue) -> dict[str, Any]:

@@ -136,6 +136,12 @@ class Dialogue:
             lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
         )
 
+    async def encode_for_embedding(self, text: str, *, limit: int | None = None) -> list[int]:
+        """A text's ids as `Tokenizer.encode_for_embedding` frames them."""
+        return await _maybe_off_loop(
+            lambda: self.tokenizer.encode_for_embedding(text, limit=limit), len(text)
+        )
+
     async def fill(self, prefix: str, suffix: str, extra: Sequence[tuple[str, str]] = ()) -> list[int]:
         """The prompt for what stands between two texts; `extra` are (name, text) of other files.
 

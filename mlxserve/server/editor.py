@@ -176,7 +176,8 @@ async def infill(request: HttpRequest) -> Response:
         prefix = body.input_prefix + (body.prompt or "")
         ids = await entry.dialogue.fill(prefix, body.input_suffix, extra)
         held = replace(params, stop_token_ids=fill_ends(entry.dialogue))
-        return make_run(service, entry, [ids], Wish(held, PlainParser, client=client_of(request)))
+        wish = Wish(held, PlainParser, client=client_of(request), continues=True)
+        return make_run(service, entry, [ids], wish)
 
     name = model_name(request, body.model)
     return await answer(request, Call(name, plan, InfillRenderer(body, name), bool(body.stream)))

@@ -67,13 +67,13 @@ async def embed(
 
 
 async def _tokens(entry: Loaded, index: int, text: Prompt, truncate: bool) -> list[int]:
+    limit = entry.engine.context
     if isinstance(text, str):
-        ids = await entry.dialogue.encode(text)
+        ids = await entry.dialogue.encode_for_embedding(text, limit=limit if truncate else None)
     else:
         ids = entry.dialogue.check_ids(text, f"input[{index}]")
     if not ids:
         raise UsageError(f"input[{index}] has no tokens.", param=f"input[{index}]")
-    limit = entry.engine.context
     if len(ids) > limit and not truncate:
         raise PromptTooLong(
             f"input[{index}] has {len(ids)} tokens; the model reads {limit}.", needed=len(ids), limit=limit

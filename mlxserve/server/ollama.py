@@ -106,7 +106,8 @@ async def generate(request: HttpRequest) -> Response:
         if templated:
             reply = entry.dialogue.plan_reply(prompt, params, Tools())
         limit = context_limit(options, entry)
-        wish = Wish(reply.params, reply.parser, client=client_of(request), limit=limit)
+        client = client_of(request)
+        wish = Wish(reply.params, reply.parser, client=client, limit=limit, continues=not templated)
         return renderer.started(make_run(service_of(request), entry, [reply.prompt], wish))
 
     return await _answer(request, body, plan, renderer)

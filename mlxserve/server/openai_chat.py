@@ -76,6 +76,7 @@ async def _plan(
         client=client,
         priority=Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE,
         parallel_calls=body.parallel_tool_calls is not False,
+        continues=bool(body.continue_final_message),
     )
     return make_run(service, entry, [reply.prompt], wish)
 

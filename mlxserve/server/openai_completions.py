@@ -58,7 +58,7 @@ async def completions(request: HttpRequest) -> Response:
             renderer.echoes = [p if isinstance(p, str) else entry.dialogue.decode(p) for p in prompts]
         ends = fill_ends(entry.dialogue) if body.suffix else ()
         held = replace(params, stop_token_ids=[*params.stop_token_ids, *ends])
-        wish = Wish(held, PlainParser, choices=body.n or 1, client=client)
+        wish = Wish(held, PlainParser, choices=body.n or 1, client=client, continues=True)
         return make_run(service, entry, ids, wish)
 
     names = {name: f"structured_outputs.{theirs}" for name, theirs in OUTPUT_FIELDS.items()}

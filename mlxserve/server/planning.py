@@ -22,6 +22,7 @@ class Wish:
     """How one call wants to be generated, beside its prompts.
 
     params.max_tokens None means: as far as the context reaches. `limit` lowers the context for this call.
+    `continues` as in Request: the answer is one text with the prompt's.
     """
 
     params: SamplingParams
@@ -32,6 +33,7 @@ class Wish:
     parallel_calls: bool = True
     thinking_budget: int | None = None
     limit: int | None = None
+    continues: bool = False
 
 
 def make_run(service: Service, entry: Loaded, prompts: Sequence[Sequence[int]], wish: Wish) -> Run:
@@ -80,4 +82,11 @@ def room_for_answer(prompt_tokens: int, context: int, model: str) -> int:
 
 
 def _request(prompt: Sequence[int], params: SamplingParams, wish: Wish) -> Request:
-    return Request(uuid.uuid4().hex, prompt, params, priority=wish.priority, client=wish.client)
+    return Request(
+        uuid.uuid4().hex,
+        prompt,
+        params,
+        priority=wish.priority,
+        client=wish.client,
+        continues=wish.continues,
+    )

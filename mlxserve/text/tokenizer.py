@@ -134,10 +134,15 @@ class Tokenizer:
         before = [] if before and ids[: len(before)] == before else before
         return [*before, *ids, *(i for i in after if i not in self.eos_token_ids)]
 
-    def encode_for_embedding(self, text: str) -> list[int]:
-        """The ids whose hidden states are pooled; some models want their end token behind the text."""
+    def encode_for_embedding(self, text: str, *, limit: int | None = None) -> list[int]:
+        """The ids whose hidden states are pooled; some models want their end token behind the text.
+
+        limit: of how many ids there may be; it is the text that is cut, the frame stays.
+        """
         before, after = self._frame
-        return [*before, *self.backend.encode(text, add_special_tokens=False).ids, *after]
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        room = len(ids) if limit is None else max(limit - len(before) - len(after), 0)
+        return [*before, *ids[:room], *after]
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:

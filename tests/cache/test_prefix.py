@@ -410,16 +410,6 @@ def test_a_cursor_survives_the_eviction_of_its_place() -> None:
     assert desk.found(talk(0, 16)) == 16
 
 
-def test_entries_list_every_branch_with_its_pages() -> None:
-    desk = Desk(None, 8)
-    desk.write(talk(0, 10))
-    desk.write(talk(0, 6) + talk(90, 3), slid=True)
-    found = {tuple(entry.tokens): entry for entry in desk.tree.entries()}
-    assert set(found) == {tuple(talk(0, 10)), tuple(talk(0, 6) + talk(90, 3))}
-    longer = found[tuple(talk(0, 10))]
-    assert (longer.key, longer.state, longer.tables) == ("base", None, desk.open[0][0])
-
-
 def test_statistics_count_lookups_and_hits() -> None:
     desk = Desk(None)
     desk.write(talk(0, 9))

@@ -375,25 +375,6 @@ class Lives(RuleBasedStateMachine):
                     page = table[p // self.page_size]
                     assert self.content[g][page][p % self.page_size] == sequence.prefix(p + 1)
 
-    @rule()
-    def entries(self) -> None:
-        found = list(self.tree.entries())
-        ends = {
-            (key, path)
-            for key, path, node in self._nodes()
-            if (node.state is not None if self.recurrent else not node.children)
-        }
-        assert {(entry.key, tuple(entry.tokens)) for entry in found} == ends
-        for entry in found:
-            for g, table in enumerate(entry.tables):
-                for i, page in enumerate(table):
-                    for p in range(i * self.page_size, min(len(entry.tokens), (i + 1) * self.page_size)):
-                        wanted = (entry.key, tuple(entry.tokens[: p + 1]))
-                        assert page == HOLE or self.content[g][page][p % self.page_size] == wanted
-            if self.recurrent:
-                assert entry.state is not None
-                assert self.state_content[entry.state] == (entry.key, tuple(entry.tokens))
-
     def teardown(self) -> None:
         if not hasattr(self, "tree"):
             return

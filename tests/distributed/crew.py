@@ -1,8 +1,8 @@
 """Starts ranks as processes of this machine, has rank 0 serve requests, and brings back what it answered.
 
-A case is plain data: the model's folder, the split, the engine's settings, and rounds of requests, each
-round run to its end before the next begins. Every rank reads the whole file here; how a rank reads only its
-part is tested elsewhere.
+A case is plain data: a model's folder, the engine's settings, and rounds of requests, each round run to its
+end before the next begins. Several cases share one start of the processes; the ranks join anew for each.
+Every rank reads the whole file here; how a rank reads only its part is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,45 @@ from mlxserve.distributed.channel import free_ports
 from tests.conftest import ROOT
 
 DEADLINE_S = 60.0
+HOST = "127.0.0.1"
 
 
-def serve(
-    folder: Path,
-    split: str,
-    rounds: Sequence[Sequence[dict[str, Any]]],
-    *,
-    addresses: Sequence[Sequence[tuple[str, int]]] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Rank 0's report of a case: {"rounds": [[answer, …], …], "stats": …, …}; each answer as `worker.py` gives it.
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model served once: settings of the engine, rounds of requests (see rounds.py)."""
 
-    addresses: for each rank, where it sees every rank; loopback unless told otherwise.
-    """
+    folder: str
+    rounds: Sequence[Sequence[dict[str, Any]]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int | None = None
+    gathered_bytes: int | None = None
+
+
+def serve(split: str, cases: Sequence[Case], deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:
+    """Rank 0's report of each case, as `rounds.report` makes it."""
     size = int(split.partition(":")[2])
-    hosts = [("127.0.0.1", port) for port in free_ports(size)]
-    case = {"folder": str(folder), "split": split, "rounds": rounds, "settings": settings}
-    processes = []
-    ring = folder.parent / f"ring-{hosts[0][1]}.json"
-    ring.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
+    processes: list[subprocess.Popen[str]] = []
+    addresses = [[(HOST, port) for port in free_ports(size)] for _ in cases]
+    ring = Path(cases[0].folder).parent / f"ring-{addresses[0][0][1]}.json"
+    ring.write_text(json.dumps([[f"{HOST}:{port}"] for port in free_ports(size)]))
     try:
         for rank in range(size):
-            mine = {**case, "rank": rank, "addresses": hosts if addresses is None else addresses[rank]}
-            processes.append(_start(mine, rank, ring))
-        return _report(processes)
+            plain = [{**asdict(case), "addresses": there} for case, there in zip(cases, addresses)]
+            processes.append(start_rank({"split": split, "rank": rank, "cases": plain}, ring))
+        return reports(processes, deadline_s)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
 
 
-def _start(case: dict[str, Any], rank: int, ring: Path) -> subprocess.Popen[str]:
+def start_rank(job: dict[str, Any], ring: Path) -> subprocess.Popen[str]:
+    """One rank's process, with its job on standard input."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OPENBLAS_NUM_THREADS": "1",
-        "MLX_RANK": str(rank),
+        "MLX_RANK": str(job["rank"]),
         "MLX_HOSTFILE": str(ring),
         "MLXSERVE_TOKEN": "a secret of these tests",
     }
@@ -70,23 +73,23 @@ def _start(case: dict[str, Any], rank: int, ring: Path) -> subprocess.Popen[str]
         text=True,
     )
     assert process.stdin is not None
-    process.stdin.write(json.dumps(case))
+    process.stdin.write(json.dumps(job))
     process.stdin.close()
     process.stdin = None
     return process
 
 
-def _report(processes: list[subprocess.Popen[str]]) -> dict[str, Any]:
-    """Wait for every rank; the first that ends badly is shown with what it wrote."""
-    end = time.monotonic() + DEADLINE_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < end:
-        if any(process.poll() for process in processes):
+def reports(processes: list[subprocess.Popen[str]], deadline_s: float) -> list[dict[str, Any]]:
+    """Wait for every rank; one that ends badly is shown with what it wrote, as is one that never ends."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
             break
         time.sleep(0.02)
     for rank, process in enumerate(processes):
-        if process.poll() not in (None, 0):
+        if process.poll():
             raise AssertionError(f"rank {rank} ended with {process.returncode}: {process.communicate()[1]}")
-    if any(process.poll() is None for process in processes):
-        late = [rank for rank, process in enumerate(processes) if process.poll() is None]
-        raise AssertionError(f"ranks {late} had not ended after {DEADLINE_S:g} s")
+    late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    assert not late, f"ranks {late} had not ended after {deadline_s:g} s"
     return json.loads(processes[0].communicate()[0])

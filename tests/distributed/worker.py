@@ -1,4 +1,4 @@
-"""One rank of a case of `crew.py`: reads it from standard input, rank 0 writes its report to standard output."""
+"""One rank of `crew.py`: its job comes on standard input, rank 0 writes its reports to standard output."""
 
 from __future__ import annotations
 
@@ -20,24 +20,36 @@ from tests.distributed.rounds import report
 
 
 def main() -> None:
-    case = json.load(sys.stdin)
+    job = json.load(sys.stdin)
+    done = [carry_out(case, job["split"], job["rank"]) for case in job["cases"]]
+    if job["rank"] == 0:
+        json.dump(done, sys.stdout)
+
+
+def carry_out(case: dict[str, Any], split_text: str, rank: int) -> dict[str, Any]:
+    """One case on this rank; the report, on rank 0."""
     folder = Path(case["folder"])
     loaded = load_folder(folder, LoadConfig())
-    split = Split.parse(case["split"], len(loaded.model.layers))
+    split = Split.parse(split_text, len(loaded.model.layers))
     addresses = [(host, port) for host, port in case["addresses"]]
-    token = os.environ["MLXSERVE_TOKEN"].encode()
-    context = join(case["rank"], split, addresses, token, timeout_s=30.0)
+    context = join(rank, split, addresses, os.environ["MLXSERVE_TOKEN"].encode(), timeout_s=30.0)
     context.patience_s = 30.0
+    context.gathered_bytes = case["gathered_bytes"]
+    done: list[int] = []
+    context.on_step = done.append
     stage = _part(context, loaded)
-    if context.rank:
+    if rank:
         serve_rank(context, loaded, stage)
-        return
-    engine = leader_engine(
-        context, loaded, load_tokenizer(folder), EngineConfig(**case["settings"]), stage=stage
-    )
-    found = report(engine, case["rounds"])
-    engine.close()
-    json.dump(found, sys.stdout)
+        found = {}
+    else:
+        config = EngineConfig(**case["settings"])
+        settings = {"stage": stage, "micro_batches": case["micro_batches"]}
+        engine = leader_engine(context, loaded, load_tokenizer(folder), config, **settings)
+        found = report(engine, case["rounds"])
+        engine.close()
+    context.close()
+    assert done == sorted(set(done)) and done, "steps complete in their order"
+    return {**found, "done": done[-1]}
 
 
 def _part(context: RankContext, loaded: LoadedModel) -> Any:

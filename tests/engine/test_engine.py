@@ -5,6 +5,8 @@ The truth is mlx-lm's own loop over the same weights, one sequence alone (tests/
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -334,3 +336,23 @@ def test_embeddings_are_the_mean_of_the_trunk() -> None:
     trunk = tiny_model("llama")[0].model.model
     mean = np.array(trunk(mx.array(ids)[None])[0], np.float64).mean(axis=0)
     np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues", "text"),
+    [
+        ([259], True, " the the"),
+        ([259], False, "the the"),
+        ([262], True, "the the"),
+        ([262, 65], True, " the the"),
+    ],
+)
+def test_a_raw_completion_keeps_the_space_it_begins_with(
+    prompt: list[int], continues: bool, text: str
+) -> None:
+    """Of a SentencePiece vocabulary; 262 is its BOS, behind which a text begins."""
+    from tests.text.test_detokenize import sentencepiece
+
+    subject = Engine(tiny_model("llama")[0], sentencepiece(), EngineConfig(page_size=8))
+    asked = replace(request(prompt, 2, logit_bias={257: 100.0}), continues=continues)
+    assert run(subject, [asked])[0].text == text

@@ -1,8 +1,13 @@
 """A life in a few seconds: requests come at random, are cancelled, give way, share prefixes, at 16, 8, 4 bits.
 
 `MLXSERVE_SOAK=2000` (what `make soak` sets) runs so many requests a case instead of the small number here.
-Every greedy result must equal its solo run: mlx-lm's own loop at 16 bits; at 8 and 4 bits the same engine
-with that one request alone. At the end every page is back.
+At 16 bits every greedy answer must equal its solo run, mlx-lm's own loop. At the end every page is back.
+
+At 8 and 4 bits the truth is one pass of the model over prompt and answer, on packed pages of its own. There
+the last bit of a sum, which depends on the shapes of a step, may round a key or value to the next level, and
+two tokens that are nearly equal then change places. Such a flip is told from a fault by its size: the token
+taken must be nearer to the best one than FLIP of what packing as a whole does to that row's logits (against
+the same pass on pages that are not packed). And flips must be rare: in a short run none happens.
 """
 
 from __future__ import annotations
@@ -10,15 +15,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxserve.engine.engine import Engine
+from mlxserve.models.paged import PagedModel, Step
 from mlxserve.request import FinishReason, Priority, Request
-from tests.engine.harness import Answer, engine, request, run, solo_tokens
+from tests.engine.harness import Answer, engine, request, solo_tokens, tiny_model
 
 REQUESTS = int(os.environ.get("MLXSERVE_SOAK", "60"))
 WIDE = {"head_dim": 32}
+FLIP = 0.1
+TOKENS_A_FLIP = 2000
 
 
 @dataclass
@@ -80,24 +89,64 @@ def small(kind: str, bits: int, **settings: int) -> Engine:
     )
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("llama", 16), ("gemma3_text", 16), ("qwen3", 8), ("qwen3", 4)])
-def test_every_answer_equals_its_solo_run(kind: str, bits: int) -> None:
-    subject = small(kind, bits)
-    life = live(subject, seed=bits)
-    alone = small(kind, bits)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_every_answer_equals_its_solo_run(kind: str) -> None:
+    subject = small(kind, 16)
+    life = live(subject, seed=16)
     for each, answer in zip(life.asked, life.answers):
-        if each.id in life.cancelled:
-            assert answer.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
-        else:
-            assert answer.reason is FinishReason.LENGTH and len(answer.tokens) == each.params.max_tokens
-        if bits == 16:
-            expected = solo_tokens(kind, each.prompt, each.params.max_tokens)
-        else:
-            alone.scheduler.tree.clear()
-            expected = run(alone, [request(each.prompt, each.params.max_tokens)])[0].tokens
+        assert_it_ended(life, each, answer)
+        expected = solo_tokens(kind, each.prompt, each.params.max_tokens)
         assert answer.tokens == expected[: len(answer.tokens)]
     assert_all_is_back(subject)
     assert subject.scheduler.tree.stats.hit_tokens > 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_answers_equal_one_pass_but_for_flips(bits: int) -> None:
+    subject = small("qwen3", bits)
+    life = live(subject, seed=bits)
+    tokens, flips = 0, []
+    for each, answer in zip(life.asked, life.answers):
+        assert_it_ended(life, each, answer)
+        tokens += len(answer.tokens)
+        flips += found_flips(subject.way, bits, list(each.prompt), answer.tokens)
+    print(f"{len(flips)} flips in {tokens} tokens: {sorted(flips)}")
+    assert all(size < FLIP for size in flips), flips
+    assert len(flips) <= tokens // TOKENS_A_FLIP, flips
+    assert_all_is_back(subject)
+    assert subject.scheduler.tree.stats.hit_tokens > 0
+
+
+def found_flips(way: str, bits: int, prompt: list[int], answer: list[int]) -> list[float]:
+    """The size of each flip: how far the token taken is below the best, in parts of what packing changes."""
+    fed = [*prompt, *answer][:-1]
+    if not answer:
+        return []
+    packed = one_pass(way, bits, fed)[len(prompt) - 1 :]  # (tokens of the answer, V)
+    rows = np.flatnonzero(packed.argmax(-1) != answer)
+    if not len(rows):
+        return []
+    whole = one_pass(way, 16, fed)[len(prompt) - 1 :]
+    changed = np.abs(packed - whole).max(-1)
+    return [float((packed[r].max() - packed[r][answer[r]]) / changed[r]) for r in rows]
+
+
+def one_pass(way: str, bits: int, tokens: list[int]) -> np.ndarray:
+    """(L, V) logits of all tokens at once, on pages of their own."""
+    loaded, _ = tiny_model("qwen3", tuple(WIDE.items()))
+    pages = -(-len(tokens) // 8)
+    model = PagedModel(loaded.model, way, page_size=8, group_pages=[pages], kv_bits=bits)
+    all_of_them = np.array([len(tokens)])
+    table = np.arange(pages, dtype=np.int32)[None]
+    logits = model.forward(mx.array(tokens), Step(np.array([0]), all_of_them, all_of_them, [table]))
+    return np.array(logits, np.float64)
+
+
+def assert_it_ended(life: Life, each: Request, answer: Answer) -> None:
+    if each.id in life.cancelled:
+        assert answer.reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    else:
+        assert answer.reason is FinishReason.LENGTH and len(answer.tokens) == each.params.max_tokens
 
 
 def test_hybrids_too() -> None:

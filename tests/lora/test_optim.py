@@ -74,11 +74,11 @@ def test_lora_plus_moves_b_faster() -> None:
     assert new["l.lora_b"][0, 0].item() == pytest.approx(-0.08, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion", "muon", "adafactor"])
 def test_state_comes_back(name: str) -> None:
     mx.random.seed(0)
     config = from_dict({"train": {"optimizer": name}, "lora": {"plus_ratio": 2}})
-    values = {"l.lora_a": mx.random.normal((8, 4)), "l.lora_b": mx.random.normal((4, 8)), "l.m": mx.ones(8)}
+    values = {"l.lora_a": mx.random.normal((96, 48)), "l.lora_b": mx.random.normal((4, 8)), "l.m": mx.ones(8)}
     gradients = {key: mx.random.normal(value.shape) for key, value in values.items()}
     one = Optimizer(config, values)
     middle = one.apply(values, gradients, 0.1)

@@ -33,7 +33,7 @@ def test_trainable_tensors_are_counted_exactly(kind: str, lora: dict[str, Any]) 
     assert plan.trainable == sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion", "muon", "adafactor"])
 def test_optimizer_bytes(name: str) -> None:
     shapes = {"a": mx.zeros((512, 256)), "b": mx.zeros((256, 512))}
     real = Optimizer(from_dict({"train": {"optimizer": name}}), shapes).nbytes

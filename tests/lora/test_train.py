@@ -184,7 +184,7 @@ def test_case_56_resume_is_bit_identical(tmp_path: Path, settings: dict[str, Any
         again = _trainer(config, valid=valid, run=tmp_path / "whole")
         again.resume(tmp_path / "whole" / "checkpoints" / str(step))
         assert again.state.step == step
-        again.run_folder = None
+        again.saver.run = None
         again.config = config
         rest = again.run().history
         expected = [event for event in history if event["step"] > step]

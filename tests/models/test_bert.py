@@ -73,7 +73,7 @@ def numpy_embedding(folder: Path, ids: list[int], heads: int, eps: float) -> np.
 def embed(folder: Path, texts: list[str]) -> list[list[float]]:
     async def work() -> list[list[float]]:
         encoder = await AsyncEncoder.start(folder)
-        vectors = await encoder.embed([encoder.tokenizer.encode(text) for text in texts])
+        vectors = await encoder.embed([encoder.tokenizer.encode_for_embedding(text) for text in texts])
         await encoder.close()
         return vectors
 
@@ -85,7 +85,7 @@ def test_minilm_equals_a_numpy_forward(minilm: Path) -> None:
     tokenizer = load_tokenizer(minilm)
     cls, sep = tokenizer.backend.token_to_id("[CLS]"), tokenizer.backend.token_to_id("[SEP]")
     for text, vector in zip(TEXTS, embed(minilm, TEXTS)):
-        expected = numpy_embedding(minilm, [cls, *tokenizer.encode(text), sep], heads=12, eps=1e-12)
+        expected = numpy_embedding(minilm, [cls, *tokenizer.encode_user(text), sep], heads=12, eps=1e-12)
         np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_what_is_not_computed_here_is_refused(tmp_path: Path) -> None:
 def test_an_encoder_says_what_it_is_not(minilm: Path) -> None:
     async def work() -> None:
         encoder = await AsyncEncoder.start(minilm)
-        with pytest.raises(PromptTooLong, match=r"600 .*510"):
+        with pytest.raises(PromptTooLong, match=r"600 .*512"):
             await encoder.embed([[5] * 600])
         with pytest.raises(Unsupported, match="embedding model"):
             await anext(encoder.generate(request([1])))

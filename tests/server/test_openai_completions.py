@@ -74,6 +74,32 @@ def test_fill_in_the_middle(client: openai.OpenAI, stub: StubEngine) -> None:
     assert set(stub.seen[0].params.stop_token_ids) == {stub.tokenizer.added_tokens[n] for n in FILL[3:]}
 
 
+def test_what_goes_on_from_its_prompt(client: openai.OpenAI, http: httpx.Client, stub: StubEngine) -> None:
+    """There a space that the answer begins with is part of it; a reply in a chat begins a text."""
+    client.completions.create(model="stub", prompt="Once")
+    client.completions.create(model="stub", prompt="a", suffix="b")
+    http.post("/infill", json={"model": "stub", "input_prefix": "a", "input_suffix": "b"})
+    for raw in (True, False):
+        http.post("/api/generate", json={"model": "stub", "prompt": "Once", "raw": raw, "stream": False})
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once"}]
+    chat = {"model": "stub", "max_tokens": 9, "messages": turns}
+    http.post("/v1/chat/completions", json=chat)
+    http.post("/v1/chat/completions", json={**chat, "continue_final_message": True})
+    http.post("/v1/messages", json=chat)
+    http.post("/v1/messages", json={**chat, "messages": turns[:1]})
+    assert [asked.continues for asked in stub.seen] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
 def test_suffix_without_such_tokens() -> None:
     with running(StubEngine("plain", make_tokenizer(fill=False))) as server:
         answer = httpx.post(

@@ -18,6 +18,7 @@ import pytest
 from mlxserve.config import EngineConfig, LoadConfig, ServerConfig
 from mlxserve.errors import ModelNotFound, UsageError
 from mlxserve.server.local import LocalLoader
+from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny
 from tests.conftest import package_folder, require
 from tests.server.stub import TEMPLATE, RunningServer
@@ -321,7 +322,10 @@ def test_an_embedding_model() -> None:
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         texts = ["A cat sits on the mat.", "A kitten rests on a rug.", "Interest rates rose in March."]
-        cat, kitten, rates = (e.embedding for e in client.embeddings.create(model="model", input=texts).data)
+        answer = client.embeddings.create(model="model", input=texts)
+        cat, kitten, rates = (e.embedding for e in answer.data)
+        backend = load_tokenizer(package / "model").backend  # which frames a text with [CLS] and [SEP], once
+        assert answer.usage.prompt_tokens == sum(len(backend.encode(text).ids) for text in texts)
         assert len(cat) == 384
         dot = lambda a, b: sum(x * y for x, y in zip(a, b))
         assert dot(cat, cat) == pytest.approx(1, abs=1e-4)

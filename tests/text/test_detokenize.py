@@ -25,6 +25,10 @@ def pieces(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def llama() -> Tokenizer:
+    return sentencepiece()
+
+
+def sentencepiece() -> Tokenizer:
     """A SentencePiece vocabulary with byte pieces: 0 to 255 are the bytes, then a few words."""
     words = ["\u2581", "\u2581the", "\u2581fox", "es", "東"]
     names = [*[f"<0x{i:02X}>" for i in range(256)], *words, "<unk>", "<s>", "</s>"]

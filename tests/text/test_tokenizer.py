@@ -259,6 +259,7 @@ def test_an_end_token_is_only_put_behind_what_is_embedded(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("hi") == [*b"hi"]
     assert tokenizer.encode_for_embedding("hi") == [*b"hi", 257]
+    assert tokenizer.encode_for_embedding("a long text", limit=5) == [*b"a lo", 257]
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
