@@ -11,12 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxserve.distributed.faults import HostUnreachable, LaunchFailed
 from mlxserve.distributed.handshake import same_versions
-from mlxserve.distributed.hosts import Hostfile
+from mlxserve.distributed.hosts import Host, Hostfile
 from mlxserve.distributed.link import Link, is_local
 from mlxserve.errors import MlxServeError, UsageError
 
@@ -103,6 +103,16 @@ class Fleet:
             elif isinstance(result, BaseException):
                 raise result
         return {rank: failed[key] for rank in range(self.size) if (key := self._key(rank)) in failed}
+
+    async def measured_hosts(self) -> list[Host]:
+        """The hosts, with the memory that they tell where the hostfile does not. Raises HostUnreachable."""
+        found = []
+        for rank, host in enumerate(self.hosts):
+            if host.memory_bytes is None:
+                look = await self.link(rank).call("look")
+                host = replace(host, memory_bytes=int(look["memory_bytes"]))
+            found.append(host)
+        return found
 
     def link(self, rank: int) -> Link:
         return self._links[self._key(rank)]

@@ -13,6 +13,7 @@ or watched (supervise.py). No array is made in this process.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import threading
@@ -32,8 +33,11 @@ from mlxserve.distributed.calls import (
 )
 from mlxserve.distributed.channel import Channel, connect
 from mlxserve.distributed.faults import RankFailed, decode_error
-from mlxserve.distributed.launch import LAUNCHER_FD
+from mlxserve.distributed.choose import choose_split
+from mlxserve.distributed.hosts import Host
+from mlxserve.distributed.launch import LAUNCH
 from mlxserve.distributed.locate import describe
+from mlxserve.distributed.split import Split
 from mlxserve.distributed.wire import decode, encode
 from mlxserve.errors import Busy, EngineStopped, MlxServeError, ModelUnsupported
 from mlxserve.models.resolve import ModelFiles
@@ -52,12 +56,16 @@ def start_ranks(files: ModelFiles, load: LoadConfig, engine: EngineConfig) -> Fr
         raise ModelUnsupported(
             f"{files.name} is a GGUF file, which is only read whole; several ranks need a folder with safetensors."
         )
-    return FrontWorker(files, load_tokenizer(files.path), load, engine)
+    setting = json.loads(os.environ[LAUNCH])
+    hosts = [Host(**host) for host in setting["hosts"]]
+    split = choose_split(files, hosts, setting["split"], load, engine, setting["link"])
+    launcher = socket.socket(fileno=int(setting["fd"]))
+    return FrontWorker(launcher, files, load_tokenizer(files.path), load, engine, split)
 
 
 def launched() -> bool:
     """True in a front: the process was started by `mlxserve launch`."""
-    return LAUNCHER_FD in os.environ
+    return LAUNCH in os.environ
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +127,13 @@ class FrontWorker:
 
     def __init__(
         self,
+        launcher: socket.socket,
         files: ModelFiles,
         tokenizer: Tokenizer,
         load: LoadConfig,
         engine: EngineConfig,
+        split: Split,
         *,
-        split: str | None = None,
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.trouble: str | None = "The ranks are being started."
@@ -138,11 +147,11 @@ class FrontWorker:
         self._dead: MlxServeError | None = None
         self._closed = False
         self._up: Future[Facts] = Future()
-        self._launcher = socket.socket(fileno=os.dup(int(os.environ[LAUNCHER_FD])))
+        self._launcher = launcher
         self._listener = threading.Thread(target=self._listen, name="mlxserve-launcher", daemon=True)
         self._listener.start()
         settings = {"load": plain_settings(load), "engine": plain_settings(engine)}
-        self._tell(do="open", model=describe(files), split=split, **settings)
+        self._tell(do="open", model=describe(files), split=str(split), **settings)
         self.engine = FrontEngine(self, self._up.result(), tokenizer)
 
     @property

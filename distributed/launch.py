@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import TracebackType
 
 from mlxserve.distributed.faults import RankFailed
@@ -27,7 +29,8 @@ from mlxserve.distributed.supervise import Rules, Supervisor
 
 GRACE_S = 5.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LAUNCHER_FD = "MLXSERVE_LAUNCHER_FD"
+# What a front is told by its environment: the socket to here, the hosts with their memory, the wanted split.
+LAUNCH = "MLXSERVE_LAUNCH"
 
 Argv = Callable[[Host], list[str]]
 
@@ -134,7 +137,9 @@ async def _front(hostfile: Hostfile, argv: Sequence[str], rules: Rules, verbose:
             scribe = Scribe(fleet, say, verbose=verbose, first_is_ours=False)
             ours, theirs = socket.socketpair()
             with theirs:
-                env = {**os.environ, LAUNCHER_FD: str(theirs.fileno())}
+                hosts = [asdict(host) for host in await fleet.measured_hosts()]
+                setting = {"fd": theirs.fileno(), "hosts": hosts, "split": rules.split, "link": hostfile.link}
+                env = {**os.environ, LAUNCH: json.dumps(setting)}
                 front = await asyncio.create_subprocess_exec(*argv, env=env, pass_fds=(theirs.fileno(),))
             passing = asyncio.ensure_future(_pass_signals(stop, front))
             supervisor = Supervisor(fleet, ours, rules, scribe)

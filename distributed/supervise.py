@@ -151,6 +151,8 @@ class Supervisor:
 
     def _give_up(self, error: MlxServeError) -> None:
         self.failed = error
+        if self._was_up:
+            self._scribe.say(f"{error.message} Giving up.")
         self._tell(event="failed", error=encode_error(error))
 
     # -- coming up -----------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class Supervisor:
         fleet, order, host = self.fleet, self._order, self.fleet.hosts[rank]
         return Job(
             rank=rank,
-            split=order.get("split") or self.rules.split or f"tensor:{fleet.size}",
+            split=order["split"],
             backend=self.rules.backend,
             model=order["model"],
             folder=host.folder or "",
