@@ -42,10 +42,13 @@ BENCHMARKS = (
         "http_streams", "Over HTTP", ("--clients", "16"), ("--clients", "2", "--tokens", "8", "--turns", "1")
     ),
     Benchmark("lora", "Fine-tuning", (), ("--quick",)),
+    Benchmark(
+        "simulate_macs", "Several Macs, simulated", ("--svg", "docs/plots/simulated-macs.svg"), ("--quick",)
+    ),
 )
 
 
-HELPERS = {"__init__", "all", "models", "table"}
+HELPERS = {"__init__", "all", "models", "plot", "table"}
 
 
 def present() -> list[Benchmark]:

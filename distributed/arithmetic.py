@@ -17,11 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxserve.config import LoadConfig
 from mlxserve.distributed.facts import Facts, File, Place, Tensor
 from mlxserve.errors import ModelInvalid, Unsupported
 from mlxserve.models.files import TensorInfo
 from mlxserve.models.kvlayout import HEADS, is_latent, kv_by_layer, text_config
-from mlxserve.models.load import build, foreign_method, place
+from mlxserve.models.load import CONTEXT_FIELDS, build, context_of, foreign_method, place
 from mlxserve.models.weights import quantize_now
 
 # What a stored tensor becomes in MLX; it has no type of its own for floats of 8 bits.
@@ -65,13 +66,16 @@ def count(
     files: tuple[File, ...] = (),
     bits: int | None = None,
     stored: Mapping[str, int] | None = None,
+    form: str | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Facts:
     """Facts of the model that `make` builds anew at each call, with its weights lazy.
 
     sizes: numbers of ranks to try tensor parallelism for. stored: bytes of tensors by name, where they lie
-    in memory in another form than `make` gives them (blocks of a GGUF file).
+    in memory in another form than `make` gives them (blocks of a GGUF file), which `form` then names.
     """
     model = make()
+    text = text_config(config)
     whole = _bytes(model)
     scale = {tensor: nbytes / whole[tensor] for tensor, nbytes in (stored or {}).items() if whole.get(tensor)}
     tensors = tuple(_tensors(model, config, whole, scale))
@@ -89,8 +93,12 @@ def count(
         tensor_parallel=divided,
         files=files,
         bits=bits,
-        form=_form(model, tensors),
-        hidden=int(text_config(config).get("hidden_size") or text_config(config).get("n_embd") or 0),
+        form=form or _form(model, tensors),
+        hidden=int(text.get("hidden_size") or text.get("n_embd") or 0),
+        own_context=context_of(config, LoadConfig())
+        if any(text.get(key) for key in CONTEXT_FIELDS)
+        else None,
+        notes=notes,
     )
 
 

@@ -58,7 +58,8 @@ class Facts:
     kv: what each layer keeps for a token, None for a layer without K/V. replicated_kv: every rank of a
     tensor split keeps all of it (a compressed latent). tensor_parallel: ranks -> bytes of each tensor on
     one of them, or why it cannot be divided so. files: empty where they are not known. bits: of the weights
-    as asked for, None as they are stored. form: the same in words.
+    as asked for, None as they are stored. form: the same in words. hidden: numbers handed from layer to
+    layer for a token. own_context: tokens that the model itself is made for. notes: for a person to read.
     """
 
     name: str
@@ -71,6 +72,8 @@ class Facts:
     bits: int | None = None
     form: str = ""
     hidden: int = 0
+    own_context: int | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

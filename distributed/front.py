@@ -32,8 +32,8 @@ from mlxserve.distributed.calls import (
     unpack_news,
 )
 from mlxserve.distributed.channel import Channel, connect
-from mlxserve.distributed.faults import RankFailed, decode_error
 from mlxserve.distributed.choose import choose_split
+from mlxserve.distributed.faults import RankFailed, decode_error
 from mlxserve.distributed.hosts import Host
 from mlxserve.distributed.launch import LAUNCH
 from mlxserve.distributed.locate import describe

@@ -12,6 +12,10 @@ from typing import Any
 DEFAULT_MODEL = "smollm2"
 MIB = 1024 * 1024
 GIB = 1024 * MIB
+# Share of the memory that is free beside the weights (or recommended, on a Mac) which caches may take.
+CACHE_SHARE = 0.8
+# Between JSON's tokens a model may put white space, but not for ever: models that are lost pad.
+WHITE_SPACE = r"[\x20\x0A\x09]{0,32}"
 
 
 @dataclass(frozen=True, slots=True)

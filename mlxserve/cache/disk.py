@@ -83,6 +83,11 @@ class DiskTier:
             names.append(name)
         return names
 
+    @staticmethod
+    def state_of(name: str) -> str:
+        """The name of the recurrent state at the end of a block, which is a file of its own."""
+        return hashlib.sha256(f"{name}\0state".encode()).hexdigest()
+
     def present(self, names: Sequence[str]) -> int:
         """How many of a chain's blocks are here, counted from its beginning."""
         for count, name in enumerate(names):

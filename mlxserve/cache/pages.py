@@ -162,6 +162,20 @@ class PagePool:
         self._free.append(page)
         return True
 
+    def resize(self, total: int) -> None:
+        """Hand out ids below `total` alone from now on.
+
+        Raises BookkeepingError if somebody holds one of those that go.
+        """
+        if any(self._counts[total:]):
+            raise BookkeepingError(f"a page from {total} on is held and cannot go")
+        fresh = range(total - 1, self.total - 1, -1)  # none when there will be fewer
+        self._free = [*fresh, *(page for page in self._free if page < total)]
+        del self._counts[total:], self._kept[total:]
+        self._counts += [0] * len(fresh)
+        self._kept += bytes(len(fresh))
+        self.total = total
+
     def oldest_idle(self) -> int | None:
         return next(iter(self._idle), None)
 

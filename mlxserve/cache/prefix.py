@@ -305,6 +305,17 @@ class PrefixTree:
         self._evicted_pages += pool.free - before
         return pool.free - before
 
+    def evict_from(self, group: int, first: int) -> None:
+        """Free every page from id `first` on, and what is of no use without it. No sequence may hold one."""
+        pool, owner = self.pools[group], self._radix.owner[group]
+        before = pool.free
+        for page in [page for page in pool.kept_pages() if page >= first]:
+            while page in owner and self.groups[group].window is None:
+                self._radix.cut_below(owner[page])
+            if page in owner:
+                self._radix.drop_page(group, page)
+        self._evicted_pages += pool.free - before
+
     def evict_states(self, n: int) -> int:
         """Free n state slots, or all idle ones; returns how many. Least recently used first."""
         pool = self.state_pool

@@ -168,6 +168,13 @@ class LayerPages:
         self.values = _grown(self.values, extra)
         mx.eval(self.arrays())  # layer by layer, so that only one is held twice
 
+    def cut(self, pages: int) -> None:
+        """Give back the memory of page ids from `pages` on."""
+        self.page_count = pages
+        self.keys = _cut(self.keys, pages)
+        self.values = _cut(self.values, pages)
+        mx.eval(self.arrays())
+
     def clear(self) -> None:
         """Drop the arrays; the next write allocates them anew."""
         self.keys = self.values = None
@@ -247,6 +254,17 @@ class LayerPages:
 
 def _parts(pool: mx.array | QuantisedPages) -> list[mx.array]:
     return [pool.weight, pool.scales, pool.biases] if isinstance(pool, QuantisedPages) else [pool]
+
+
+def _cut(pool: mx.array | QuantisedPages | None, pages: int) -> mx.array | QuantisedPages | None:
+    if pool is None:
+        return None
+    kept = mx.arange(pages)  # taken, since a slice would hold on to the whole
+    parts = [mx.take(part, kept, axis=0) for part in _parts(pool)]
+    if isinstance(pool, QuantisedPages):
+        weight, scales, biases = parts
+        return QuantisedPages(weight, scales, biases, pool.bits, pool.group_size)
+    return parts[0]
 
 
 def _grown(pool: mx.array | QuantisedPages | None, extra: int) -> mx.array | QuantisedPages | None:

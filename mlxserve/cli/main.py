@@ -49,6 +49,7 @@ COMMANDS = {
         "mlxserve.cli.doctor", "doctor", "Look at this machine, or at several, and say what would help."
     ),
     "kernels": Entry("mlxserve.cli.kernels", "kernels", "List and test this program's Metal kernels."),
+    "plan": Entry("mlxserve.cli.plan", "plan", "Show how MODEL would be divided over several Macs."),
     "models": Entry("mlxserve.cli.models", "models", "List, fetch, show and remove models."),
     "completion": Entry(
         "mlxserve.cli.completion", "completion", "Print a script that lets Tab complete in a shell."

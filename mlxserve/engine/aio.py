@@ -102,6 +102,11 @@ class AsyncLLM:
         """A vector for each sequence of token ids: the mean of the trunk's last hidden states, length 1."""
         return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch)))
 
+    async def limit_cache(self, limit_bytes: int) -> None:
+        """As `Engine.limit_cache`; a limit that the configuration gave stays."""
+        if self._engine.config.cache_bytes is None:
+            await asyncio.wrap_future(self._worker.call(lambda engine: engine.limit_cache(limit_bytes)))
+
     async def close(self) -> None:
         """Stop the engine; running requests get EngineStopped."""
         await asyncio.to_thread(self._worker.close)

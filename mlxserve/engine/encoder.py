@@ -92,6 +92,9 @@ class AsyncEncoder:
         self._texts += len(batch)
         return [vectors[i] for i in range(len(batch))]
 
+    async def limit_cache(self, limit_bytes: int) -> None:
+        """An encoder keeps nothing between texts, whatever it may."""
+
     async def close(self) -> None:
         self._open = False
         await asyncio.to_thread(self._thread.shutdown)

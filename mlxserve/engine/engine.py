@@ -32,7 +32,7 @@ import numpy as np
 
 from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
-from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memory
+from mlxserve.engine.memory import Sizes, bound_mlx, machine_budget, measure, page_groups, plan_memory
 from mlxserve.engine.runner import Drawn, Forward, Limits, Ranks, Runner, make_runner
 from mlxserve.engine.scheduler import Memory, Scheduler
 from mlxserve.engine.sequence import Sequence as Running
@@ -452,7 +452,7 @@ class Engine:
             notes.append(f"The cache stays in 16 bits: {self.loaded.name} is not paged.")
         if self.config.cache_dir is not None and not self.can_persist:
             notes.append(
-                "Nothing is kept on disk: the model's recurrent state or its own cache has no pages."
+                "Nothing is kept on disk: the model's own cache has no pages, or prefixes are not cached."
             )
         if self.kept_whole and self.config.kv_bits != 16:
             notes.append(
@@ -475,12 +475,13 @@ class Engine:
             BLOCK_PAGES * self.config.page_size,
         )
         assert isinstance(self.runner.model, PagedModel)
+        self.scheduler.block_tokens = disk.block_tokens
         return Persistence(disk, self.scheduler, self.runner.model)
 
     @property
     def can_persist(self) -> bool:
-        """Prefixes can go to disk where they lie in pages alone."""
-        return self.config.prefix_cache and bool(self.memory.groups) and not self.memory.state_slots
+        """Prefixes can go to disk where they lie in pages and slots of state."""
+        return self.config.prefix_cache and bool(self.memory.groups or self.memory.state_slots)
 
     def close(self) -> None:
         """Write what is still to go to disk; let other ranks go."""
@@ -489,13 +490,14 @@ class Engine:
         self.runner.close()
 
     def _plan_memory(self) -> Memory:
+        self._sizes: Sizes | None = None
         self.kept_whole = 0
         if self.way == SOLO:
             return Memory((), 0, self.loaded.context)
-        sizes = measure(self.loaded.model, self.way, self.config)
-        self.kept_whole = sizes.kept_whole
+        self._sizes = measure(self.loaded.model, self.way, self.config)
+        self.kept_whole = self._sizes.kept_whole
         free = machine_budget() - mx.get_active_memory()
-        return plan_memory(sizes, self.config, self.loaded.context, free)
+        return plan_memory(self._sizes, self.config, self.loaded.context, free)
 
     def _make_runner(self, ranks: Ranks | None) -> Runner:
         """The runner; with several ranks, one that has as much room as all of them have."""
@@ -507,6 +509,20 @@ class Engine:
         groups = tuple(replace(spec, pages=n) for spec, n in zip(self.memory.groups, limits.pages))
         self.memory = replace(self.memory, groups=groups, state_slots=limits.state_slots)
         return ranks.make_runner(self.loaded.model, self.way, self.config, context=context, limits=limits)
+
+    def limit_cache(self, limit_bytes: int) -> None:
+        """Let pages and recurrent state take `limit_bytes` together from now on, between two steps.
+
+        Less than now evicts cached prefixes, and running requests whose pages go start anew; what is more
+        is taken on demand. Room for the longest request that is here stays, and the slots of state do.
+        """
+        if self._sizes is None or not self.memory.groups:
+            return
+        budget = limit_bytes - self.memory.state_slots * self._sizes.slot_bytes
+        groups = page_groups(self._sizes, self.config, self.loaded.context, budget)
+        self.scheduler.resize(tuple(spec.pages for spec in groups))
+        self.memory = self.scheduler.memory
+        self.runner.resize(Limits(tuple(spec.pages for spec in self.memory.groups), self.memory.state_slots))
 
     @property
     def bytes_per_token(self) -> int:

@@ -17,12 +17,11 @@ import llguidance
 import llguidance.numpy
 import numpy as np
 
+from mlxserve.config import WHITE_SPACE
 from mlxserve.errors import EngineFailed, Unsupported
 from mlxserve.request import SamplingParams
 from mlxserve.text.tokenizer import Tokenizer
 
-# Between JSON's tokens a model may put white space, but not for ever: models that are lost pad.
-WHITE_SPACE = r"[\x20\x0A\x09]{0,32}"
 REMEMBERED = 64
 _ASCII = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 

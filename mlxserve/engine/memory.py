@@ -18,13 +18,11 @@ import numpy as np
 from mlxserve.cache.pages import GroupSpec, pages_for
 from mlxserve.cache.state import LayerState
 from mlxserve.cache.store import LayerPages
-from mlxserve.config import MIB, EngineConfig
+from mlxserve.config import CACHE_SHARE, MIB, EngineConfig
 from mlxserve.engine.scheduler import Memory
 from mlxserve.errors import DoesNotFit
 from mlxserve.models.paged import PagedModel, Step
 
-# Share of the memory that is free (or recommended, on a Mac) which K/V may take beside the weights.
-SHARE = 0.8
 # A model with recurrent layers spends at most this much of its budget on their state.
 STATE_SHARE = 0.5
 MLX_CACHE_BYTES = 512 * MIB
@@ -98,7 +96,7 @@ def plan_memory(sizes: Sizes, config: EngineConfig, context: int, free_bytes: in
 
     free_bytes: what the machine has left beside the weights; `config.cache_bytes` overrides it.
     """
-    budget = config.cache_bytes if config.cache_bytes is not None else int(free_bytes * SHARE)
+    budget = config.cache_bytes if config.cache_bytes is not None else int(free_bytes * CACHE_SHARE)
     slots = 0
     if sizes.slot_bytes:
         share = budget * STATE_SHARE if sizes.page_bytes else budget
@@ -114,9 +112,13 @@ def plan_memory(sizes: Sizes, config: EngineConfig, context: int, free_bytes: in
             needed_bytes=least,
             available_bytes=total,
         )
+    return Memory(page_groups(sizes, config, context, budget), slots, context, sizes.page_bytes)
+
+
+def page_groups(sizes: Sizes, config: EngineConfig, context: int, budget: int) -> tuple[GroupSpec, ...]:
+    """As many pages as `budget` bytes hold and sequences can use; at least one of each group."""
     full = _most(lambda pages: _bytes(sizes, config, pages) <= budget, _useful_pages(config, context))
-    groups = tuple(GroupSpec(w, _group_pages(w, config, full)) for w in sizes.windows)
-    return Memory(groups, slots, context, sizes.page_bytes)
+    return tuple(GroupSpec(w, _group_pages(w, config, full)) for w in sizes.windows)
 
 
 def _useful_pages(config: EngineConfig, context: int) -> int:

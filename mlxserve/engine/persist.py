@@ -6,6 +6,9 @@ thread, but for the writing of files, which has a thread of its own.
 A block is stored when a prompt has been read and when an answer ends, as far as the tree can resume there.
 Its pages are gathered on the device, become bytes after the next step was read, and a file after that:
 no step waits for a disk. A block comes back when a request starts with it and the tree does not have it.
+
+Recurrent state is kept where a prompt's last whole block ends, in a file beside that block's; a model that has
+any resumes only there.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.cache.disk import Buffer, DiskTier
 from mlxserve.cache.pages import HOLE, OutOfPages
+from mlxserve.cache.prefix import Match
 from mlxserve.engine.scheduler import Scheduler
 from mlxserve.models.paged import PagedModel
 
@@ -45,24 +48,47 @@ class Persistence:
     def save(self, tokens: Sequence[int], adapter: str | None) -> None:
         """Gather the blocks of `tokens` that are not on disk yet; `flush` turns them into files."""
         names = self.disk.chain(tokens, adapter)
-        if not names:
+        names, match = self._resumable(names, tokens, adapter)
+        if match is None:
             return
-        new = [i for i, name in enumerate(names) if name not in self._known]
+        paged = names if self.scheduler.pools else []
+        state = [] if match.state is None else [self.disk.state_of(names[-1])]
+        new = [name for name in (*paged, *state) if name not in self._known]
         if not new:
-            self.disk.touch(names)
+            self.disk.touch([*paged, *state])
             return
-        length = len(names) * self.disk.block_tokens
-        match = self.scheduler.tree.match(adapter, tokens, length)
-        if match.length != length:
-            return
-        for i in new:
+        for name in new:
             if len(self._gathered) + self._files.qsize() >= MOST_PENDING:
-                return
-            part = [table[i * BLOCK_PAGES : (i + 1) * BLOCK_PAGES] for table in match.shared]
-            before = names[:i] if i == new[-1] else []
-            self._gathered.append((names[i], self._gather(part), before))
-            self._known.add(names[i])
+                break
+            before = [*paged, *state][:-1] if name == new[-1] else []
+            self._gathered.append((name, self._arrays_of(name, names, match), before))
+            self._known.add(name)
         mx.async_eval([list(arrays.values()) for _, arrays, _ in self._gathered])
+
+    def _resumable(
+        self, names: list[str], tokens: Sequence[int], adapter: str | None
+    ) -> tuple[list[str], Match | None]:
+        """As many of the blocks as the tree can resume behind, with what it has of them.
+
+        Without recurrent state that is all of them or nothing: what is missing is being computed.
+        """
+        size, tree = self.disk.block_tokens, self.scheduler.tree
+        while names:
+            match = tree.match(adapter, tokens, len(names) * size)
+            if match.length == len(names) * size:
+                return names, match
+            if self.scheduler.states is None:
+                break
+            names = names[: min(match.length // size, len(names) - 1)]
+        return [], None
+
+    def _arrays_of(self, name: str, names: list[str], match: Match) -> dict[str, mx.array]:
+        """What goes into one file: the pages of a block, or the state behind the last one."""
+        if name not in names:
+            assert match.state is not None
+            return self.model.read_state(match.state)
+        first = names.index(name) * BLOCK_PAGES
+        return self._gather([table[first : first + BLOCK_PAGES] for table in match.shared])
 
     def flush(self) -> None:
         """Hand what was gathered before the last step to the writing thread."""
@@ -79,29 +105,49 @@ class Persistence:
 
         Whole prompts are left one token to compute, as everywhere.
         """
-        names = self.disk.chain(tokens[: len(tokens) - 1], adapter)
-        there = self.disk.present(names)
-        if not there:
+        names = self._there(self.disk.chain(tokens[: len(tokens) - 1], adapter))
+        if not names:
             return 0
-        tree, size = self.scheduler.tree, self.disk.block_tokens
-        match = tree.acquire(adapter, tokens, there * size)
+        size = self.disk.block_tokens
+        match = self.scheduler.tree.acquire(adapter, tokens, len(names) * size)
         have = match.length // size
         tables: list[list[int]] = [list(shared[: have * BLOCK_PAGES]) for shared in match.shared]
         surplus = [shared[have * BLOCK_PAGES :] for shared in match.shared]
-        came = have
-        for name in names[have:there]:
-            if not self._read(name, tables):
-                break
-            came += 1
-        if came > have:
-            cursor = tree.acquire(adapter, tokens, 0).cursor
-            assert cursor is not None
-            tree.insert(cursor, list(tokens), tables, length=came * size)
-            tree.release(cursor)
-            self.disk.touch(names[:came])
-        self._known.update(names[:came])
+        came, state = have, None
+        if have < len(names):
+            came += self._read_pages(names[have:], tables)
+            state = self._read_state(names[-1]) if came == len(names) else None
+        whole = self.scheduler.states is None or state is not None
+        if came > have and whole:
+            self._insert(tokens, adapter, tables, came * size, state)
+            self.disk.touch(names[:came] if state is None else [*names, self.disk.state_of(names[-1])])
+        self._known.update(names[:have] if self.scheduler.pools else [])
         self._give_back(match, tables, surplus)
-        return (came - have) * size
+        return (came - have) * size if whole else 0
+
+    def _there(self, names: list[str]) -> list[str]:
+        """The blocks that are on disk one behind the other, up to one that can be resumed behind."""
+        if self.scheduler.pools:
+            names = names[: self.disk.present(names)]
+        while self.scheduler.states is not None and names:
+            if self.disk.present([self.disk.state_of(names[-1])]):
+                break
+            names = names[:-1]
+        return names
+
+    def _insert(
+        self,
+        tokens: Sequence[int],
+        adapter: str | None,
+        tables: list[list[int]],
+        length: int,
+        state: int | None,
+    ) -> None:
+        tree = self.scheduler.tree
+        cursor = tree.acquire(adapter, tokens, 0).cursor
+        assert cursor is not None
+        tree.insert(cursor, list(tokens), tables, length=length, state=state)
+        tree.release(cursor)
 
     def close(self) -> None:
         """Write what is pending and end the thread."""
@@ -109,20 +155,27 @@ class Persistence:
         self._files.put(None)
         self._writer.join()
 
-    def _give_back(self, match: Any, tables: list[list[int]], surplus: list[list[int]]) -> None:
+    def _give_back(self, match: Match, tables: list[list[int]], surplus: list[list[int]]) -> None:
         """The references taken here go; what the tree has inserted stays in the tree."""
+        assert match.cursor is not None
+        if match.state is not None and self.scheduler.states is not None:
+            self.scheduler.states.release([match.state])
         for pool, table, rest, copy in zip(self.scheduler.pools, tables, surplus, match.copy):
             pool.release([page for page in (*table, *rest) if page != HOLE])
             pool.release([] if copy is None else [copy])
         self.scheduler.tree.release(match.cursor)
 
+    def _read_pages(self, names: list[str], tables: list[list[int]]) -> int:
+        """Blocks from disk into fresh pages at the end of `tables`; how many were to be had."""
+        if not self.scheduler.pools:
+            return len(names)
+        return next((i for i, name in enumerate(names) if not self._read(name, tables)), len(names))
+
     def _read(self, name: str, tables: list[list[int]]) -> bool:
         """One block from disk into fresh pages at the end of `tables`; False if it is not to be had."""
-        buffers = self.disk.get(name)
-        if buffers is None:
-            self._known.discard(name)
+        arrays = self._file(name)
+        if arrays is None:
             return False
-        arrays = {key: _array(buffer) for key, buffer in buffers.items()}
         taken: list[list[int]] = []
         try:
             for group in range(len(tables)):
@@ -138,6 +191,25 @@ class Persistence:
             return False
         self.model.write_pages(taken, arrays)
         return True
+
+    def _read_state(self, name: str) -> int | None:
+        """The state behind a block from disk into a slot; None if it is not to be had, or there is none."""
+        states = self.scheduler.states
+        arrays = None if states is None else self._file(self.disk.state_of(name))
+        if states is None or arrays is None or not (states.free or self.scheduler.tree.evict_states(1)):
+            return None
+        (slot,) = states.allocate(1)
+        self.model.write_state(slot, arrays)
+        return slot
+
+    def _file(self, name: str) -> dict[str, mx.array] | None:
+        """A file's arrays, if it is here and sound."""
+        buffers = self.disk.get(name)
+        if buffers is None:
+            self._known.discard(name)
+            return None
+        self._known.add(name)
+        return {key: _array(buffer) for key, buffer in buffers.items()}
 
     def _gather(self, tables: list[list[int]]) -> dict[str, mx.array]:
         held = [[page for page in table if page != HOLE] for table in tables]

@@ -112,6 +112,9 @@ class SoloModel:
     def room(self, group: int) -> int:
         raise AssertionError("a model without pages has no room for them")
 
+    def cut(self, group: int, pages: int) -> None:
+        raise AssertionError("a model without pages has none to give back")
+
     def reserve_states(self, slots: int) -> None:
         raise AssertionError("a model without state slots has no room for them")
 
@@ -214,6 +217,12 @@ class Runner:
         if needed > self._state_room:
             self._state_room = _roomier(needed, self._state_room, self._limits.state_slots)
             self.model.reserve_states(self._state_room)
+
+    def resize(self, limits: Limits) -> None:
+        """New limits, between two steps; arrays that are larger give their memory back."""
+        self._limits = limits
+        for group, pages in enumerate(limits.pages):
+            self.model.cut(group, pages)
 
     def forget(self) -> None:
         """Drop what was computed, after a step has failed; tables and settings come with admissions."""

@@ -79,6 +79,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.pace = Pace(config.gap_target_s, config.min_chunk, config.step_tokens)
         self.preemptions = 0
+        # Recurrent state is checkpointed where a prompt's last whole page ends, and its last whole block.
+        self.block_tokens = self.page_size
         self._free_slots = list(range(config.max_sequences - 1, -1, -1))
         self._arrivals = 0
         self._step = 0
@@ -250,10 +252,11 @@ class Scheduler:
         count = min(sequence.to_compute, room)
         if self.states is None or not self.reuse:
             return count
-        boundary = (len(sequence.tokens) - 1) // self.page_size * self.page_size
         stop = sequence.computed + count
-        if sequence.computed < boundary < stop:
-            return boundary - sequence.computed
+        for size in (self.block_tokens, self.page_size):
+            boundary = (len(sequence.tokens) - 1) // size * size
+            if sequence.computed < boundary < stop:
+                return boundary - sequence.computed
         if stop < boundary and stop // self.page_size * self.page_size > sequence.computed:
             return stop // self.page_size * self.page_size - sequence.computed
         return count
@@ -543,6 +546,22 @@ class Scheduler:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
+
+    def resize(self, pages: tuple[int, ...]) -> None:
+        """Give each group this many pages from now on, between two steps, or what one request here needs.
+
+        What only the cache holds in those that go is evicted; running sequences that hold one start anew.
+        """
+        self._now = {}
+        here = [*self.running, *self.waiting]
+        for group, (spec, wanted) in enumerate(zip(self.memory.groups, pages)):
+            total = max(wanted, *(self._most_pages(sequence.longest, spec) for sequence in here), 1)
+            for sequence in [s for s in self.running if max(s.tables[group], default=0) >= total]:
+                self._preempt(sequence)
+            self.tree.evict_from(group, total)
+            self.pools[group].resize(total)
+        groups = (replace(spec, pages=pool.total) for spec, pool in zip(self.memory.groups, self.pools))
+        self.memory = replace(self.memory, groups=tuple(groups))
 
     # -- books -------------------------------------------------------------------------------------------
 

@@ -155,6 +155,12 @@ class PagedModel:
             if store.page_count < pages:
                 store.grow(pages)
 
+    def cut(self, group: int, pages: int) -> None:
+        """Give back the memory of page ids from `pages` on."""
+        for store in self._pages_of(group):
+            if store.page_count > pages:
+                store.cut(pages)
+
     def reserve_states(self, slots: int) -> None:
         """Make room for state slots below `slots`."""
         for store in self.stores:
@@ -193,6 +199,23 @@ class PagedModel:
             for index, store in enumerate(self.stores):
                 if isinstance(store, LayerPages) and store.window == self.windows[group]:
                     store.put(targets, [arrays[key] for key in sorted(arrays) if key.startswith(f"{index}.")])
+
+    def read_state(self, slot: int) -> dict[str, mx.array]:
+        """Copies of one slot: each recurrent layer's arrays under "<layer>.<array>", (1, …)."""
+        found: dict[str, mx.array] = {}
+        for index, store in enumerate(self.stores):
+            if isinstance(store, LayerState):
+                arrays = store.read(mx.array([slot]))
+                found |= {f"{index}.{part}": a for part, a in enumerate(arrays) if a is not None}
+        return found
+
+    def write_state(self, slot: int, arrays: dict[str, mx.array]) -> None:
+        """Put what `read_state` gave into another slot."""
+        self.reserve_states(slot + 1)
+        for index, store in enumerate(self.stores):
+            if isinstance(store, LayerState):
+                parts = [arrays.get(f"{index}.{part}") for part in range(len(store.pools))]
+                store.write(mx.array([slot]), parts)
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy state slots, in every recurrent layer."""

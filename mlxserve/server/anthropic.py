@@ -134,11 +134,6 @@ def thinking_budget(body: Conversation) -> int | None:
 def message_params(body: MessageBody, tools: Tools) -> SamplingParams:
     """SamplingParams of a message body. Raises UsageError that names a field."""
     form = body.output_config.format if body.output_config else None
-    if form is not None and tools.offered:
-        raise Unsupported(
-            "output_config.format and tools cannot hold at once; send tool_choice none or leave one out.",
-            param="output_config.format",
-        )
     thinking = body.thinking
     if isinstance(thinking, ThinkingEnabled) and thinking.budget_tokens >= body.max_tokens:
         raise Unsupported(

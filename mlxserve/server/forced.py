@@ -1,4 +1,4 @@
-"""Grammars for tool calls: one that must come, and those that may come but must conform.
+"""Grammars for tool calls: one that must come, those that may come but must conform, or else a form.
 
 Knows: JSON and Lark grammars as llguidance reads them, and a dialect's marks. Does not know how a grammar is
 kept to.
@@ -16,9 +16,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mlxserve.config import WHITE_SPACE
 from mlxserve.server.constraints import Tools
 from mlxserve.text.events import Event, ToolArguments, ToolEnd, ToolStart
-from mlxserve.text.formats import ReplyFormat
+from mlxserve.text.formats import Dialect, ReplyFormat
 
 
 def call_grammar(tools: Tools) -> str:
@@ -34,6 +35,7 @@ def call_grammar(tools: Tools) -> str:
 
 # As JSON's writers do it; a model that pads with white space would use up its tokens.
 _COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+_PADDED = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 
 
 def strict_grammar(tools: Tools, reply: ReplyFormat, added: Mapping[str, int]) -> str | None:
@@ -42,11 +44,9 @@ def strict_grammar(tools: Tools, reply: ReplyFormat, added: Mapping[str, int]) -
     None for dialects that write calls in another way than as JSON between two marks.
     """
     dialect = reply.dialects[0]
-    if reply.harmony or dialect.payload != "json" or dialect.each or not (dialect.start and dialect.end):
+    if reply.harmony or not _between_marks(dialect):
         return None
-    functions = [tool["function"] for tool in tools.offered]
-    bodies = " | ".join(f'{_literal(_head(function))} args_{i} "}}"' for i, function in enumerate(functions))
-    rules = [f"args_{i}: %json {_schema(function)}" for i, function in enumerate(functions)]
+    bodies, rules = _bodies(tools)
     begin = f"TEXT {_mark(dialect.start, added)}" if dialect.start in added else "begin"
     if begin == "begin":  # a mark of ordinary text: the shortest text that ends with it
         rules.append(f"begin[lazy]: TEXT {_literal(dialect.start)}")
@@ -64,6 +64,41 @@ def strict_grammar(tools: Tools, reply: ReplyFormat, added: Mapping[str, int]) -
             "",
         ]
     )
+
+
+def form_or_calls_grammar(
+    schema: Mapping[str, Any] | bool, tools: Tools, reply: ReplyFormat, added: Mapping[str, int]
+) -> str | None:
+    """The Lark grammar of an answer of the form `schema`, or else of calls, one a line.
+
+    Calls are written as the first dialect does that writes JSON between two marks; None where none does.
+    """
+    dialect = None if reply.harmony else next(filter(_between_marks, reply.dialects), None)
+    if dialect is None:
+        return None
+    bodies, rules = _bodies(tools)
+    form = json.dumps({**(schema if isinstance(schema, Mapping) else {}), "x-guidance": _PADDED})
+    return "\n".join(
+        [
+            "%llguidance {}",
+            'start: form | call ("\\n" call)*',
+            f'call: {_mark(dialect.start, added)} "\\n" ({bodies}) "\\n" {_mark(dialect.end, added)}',
+            f"form: %json {form}",
+            *rules,
+            "",
+        ]
+    )
+
+
+def _between_marks(dialect: Dialect) -> bool:
+    return dialect.payload == "json" and not dialect.each and bool(dialect.start and dialect.end)
+
+
+def _bodies(tools: Tools) -> tuple[str, list[str]]:
+    """What may stand between the marks of a call, and the rules that it names."""
+    functions = [tool["function"] for tool in tools.offered]
+    bodies = " | ".join(f'{_literal(_head(function))} args_{i} "}}"' for i, function in enumerate(functions))
+    return bodies, [f"args_{i}: %json {_schema(function)}" for i, function in enumerate(functions)]
 
 
 def _mark(text: str, added: Mapping[str, int]) -> str:

@@ -184,11 +184,12 @@ def _describe(files: ModelFiles, load: LoadConfig, engine: EngineConfig, *, on_c
     width = width_of(load.dtype, model.float_bytes, on_cpu)
     context = min(model.context, load.context or model.context)
     modified = int(files.path.stat().st_mtime)
+    cache_bytes = _least_kv(model, engine, context, width)
     identity = f"{files.path}\0{model.weights.nbytes}\0{modified}".encode()
     return ModelCard(
         files.name,
-        needed_bytes=_weight_bytes(model, load, width, on_cpu=on_cpu)
-        + _least_kv(model, engine, context, width),
+        needed_bytes=_weight_bytes(model, load, width, on_cpu=on_cpu) + cache_bytes,
+        cache_bytes=cache_bytes,
         size_bytes=model.weights.nbytes,
         created=modified,
         digest=f"sha256:{hashlib.sha256(identity).hexdigest()}",

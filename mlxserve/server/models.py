@@ -2,6 +2,9 @@
 
 Knows: names, sizes, uses and time. Does not know how a model is loaded (a Loader is handed in) or run.
 
+What the models' weights leave of the memory is shared equally by their caches; it is shared anew whenever a
+model comes or goes.
+
 A model is *in use* while a request holds it; it is then never unloaded. Idle models leave when their
 keep-alive ends, or, least recently used first, when another needs their memory. Pinned ones stay.
 """
@@ -16,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from mlxserve.config import CACHE_SHARE
 from mlxserve.errors import Busy, DoesNotFit, MlxServeError, UsageError
 from mlxserve.server.dialogue import Dialogue
 from mlxserve.server.ports import AsyncEngine, Loader, ModelCard
@@ -197,6 +201,7 @@ class ModelRegistry:
     async def _load_now(self, card: ModelCard) -> Loaded:
         started = self._now()
         await self._make_room(card)
+        await self._share_memory(card)
         engine = await self.loader.load(card)
         now = self._now()
         entry = Loaded(
@@ -213,6 +218,7 @@ class ModelRegistry:
         if self._closed:
             await self._drop(entry)
             raise Busy("The server is shutting down.")
+        await self._share_memory()
         log.info("loaded %s in %.1f s", card.name, entry.load_s)
         return entry
 
@@ -259,8 +265,21 @@ class ModelRegistry:
         if self._loaded.get(entry.card.name) is entry:
             del self._loaded[entry.card.name]
         await entry.engine.close()
+        if not self._closed:
+            await self._share_memory()
         async with self._changed:
             self._changed.notify_all()
+
+    async def _share_memory(self, coming: ModelCard | None = None) -> None:
+        """Let every cache take an equal part of what the loaded models and the coming one leave."""
+        cards = [entry.card for entry in self.loaded] + ([coming] if coming else [])
+        left = max(self.budget_bytes - sum(card.needed_bytes for card in cards), 0)
+        for entry in self.loaded:
+            part = int(left * CACHE_SHARE) // len(cards)
+            try:
+                await entry.engine.limit_cache(entry.card.cache_bytes + part)
+            except MlxServeError as error:  # its own callers are told why
+                log.error("limiting the cache of %s: %s", entry.card.name, error)
 
     async def expire(self) -> list[str]:
         """Unloads what has been idle for its keep-alive; returns the names. Called by the clock."""

@@ -75,7 +75,6 @@ async def chat(request: HttpRequest) -> Response:
         named = isinstance(tool["function"].get("name"), str) and tool["function"]["name"]
         require(bool(named), f"tools[{i}].function.name is required.", f"tools[{i}].function.name")
     params = sampling(body, options)
-    require(not (tools.offered and params.constrained), "format and tools cannot hold at once.", "format")
     conversation = [message_dict(message, i) for i, message in enumerate(body.messages)]
     renderer = OllamaRenderer(body, chat=True)
 

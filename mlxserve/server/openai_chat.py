@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mlxserve.errors import MlxServeError, Unsupported
+from mlxserve.errors import MlxServeError
 from mlxserve.request import SEED_LIMIT, FinishReason, Priority, SamplingParams, TokenLogprob
 from mlxserve.server.answer import Call, Service, answer, client_of, failure_event, read_json, service_of
 from mlxserve.server.constraints import OUTPUT_FIELDS, Tools, choose_tools, from_format, from_outputs
@@ -53,7 +53,9 @@ async def chat_completions(request: HttpRequest) -> Response:
 def _field_names(body: ChatBody, tools: Tools) -> dict[str, str]:
     """What the engine's names for fields are here."""
     outputs = {name: f"structured_outputs.{theirs}" for name, theirs in OUTPUT_FIELDS.items()}
-    forced = {"grammar": "tools"} if tools.forced else {}
+    formed = "response_format" if body.response_format else "structured_outputs"
+    free = tools.forced or not (body.response_format or body.structured_outputs)
+    forced = {"grammar": "tools" if free else formed} if tools.offered else {}
     form = {"schema": "response_format", "json_object": "response_format"} if body.response_format else {}
     return {"prompt": "messages", **outputs, **forced, **form}
 
@@ -106,11 +108,6 @@ def chat_params(body: ChatBody, tools: Tools) -> SamplingParams:
         "max_completion_tokens",
     )
     form = {**from_format(body.response_format), **from_outputs(body.structured_outputs)}
-    if form and tools.offered:
-        raise Unsupported(
-            "A response format and tools cannot hold at once; send tool_choice: 'none' or leave one out.",
-            param="response_format" if body.response_format else "structured_outputs",
-        )
     return SamplingParams(
         **shared_params(body),
         **form,

@@ -54,6 +54,10 @@ class AsyncEngine(Protocol):
         """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
         ...
 
+    async def limit_cache(self, limit_bytes: int) -> None:
+        """How much its cache may hold from now on; what was cached beyond goes. Raises EngineStopped."""
+        ...
+
     async def close(self) -> None:
         """Ends every request with EngineStopped and gives the memory back."""
         ...
@@ -63,12 +67,13 @@ class AsyncEngine(Protocol):
 class ModelCard:
     """What is known of a model without loading it.
 
-    name: as clients write it. needed_bytes: weights plus the least K/V it is served with.
+    name: as clients write it. needed_bytes: weights plus cache_bytes, the least K/V it is served with.
     created: seconds since 1970. digest: of the files. template: the chat template's text.
     """
 
     name: str
     needed_bytes: int = 0
+    cache_bytes: int = 0
     size_bytes: int = 0
     created: int = 0
     digest: str = ""

@@ -4,6 +4,7 @@ Knows: this model's marks of reasoning and calls. Does not know engines or APIs.
 
     a call must come       the grammar of that call, read as such             (forced.py)
     a format holds         the answer alone, reasoning closed; all text is text
+    a format, and tools    the answer in that form or calls that conform, reasoning closed   (forced.py)
     tools are strict       free text, but a call that begins must conform     (forced.py, and checked again)
     else                   the text room's parser
 """
@@ -19,10 +20,10 @@ from jsonschema import SchemaError
 from jsonschema.protocols import Validator
 from jsonschema.validators import validator_for
 
-from mlxserve.errors import UsageError
+from mlxserve.errors import Unsupported, UsageError
 from mlxserve.request import SamplingParams
 from mlxserve.server.constraints import Tools
-from mlxserve.server.forced import ForcedCallParser, call_grammar, strict_grammar
+from mlxserve.server.forced import ForcedCallParser, call_grammar, form_or_calls_grammar, strict_grammar
 from mlxserve.text.events import Event, Reasoning, Text, ToolArguments, ToolEnd, ToolStart
 from mlxserve.text.reply import ReplyParser as TextParser
 from mlxserve.text.tokenizer import Tokenizer
@@ -122,10 +123,14 @@ class ReplyPlan:
 
 
 def plan_reply(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, tools: Tools) -> ReplyPlan:
-    """Raises UsageError that names a tool whose strict schema is none."""
+    """Raises UsageError that names a tool whose strict schema is none, Unsupported for a form beside tools."""
     if tools.forced:
-        held = replace(params, grammar=call_grammar(tools))
+        held = _held_to(call_grammar(tools), params)
         return ReplyPlan(_answering(tokenizer, prompt), held, lambda: ForcedCallParser(tools.only))
+    if params.constrained and tools.offered:
+        held = _held_to(_form_or_calls(tokenizer, params, tools), params)
+        answering = _answering(tokenizer, prompt)
+        return ReplyPlan(answering, held, lambda: TrackedParser(tokenizer, tools, answering))
     if params.constrained:
         return ReplyPlan(_answering(tokenizer, prompt), params, PlainParser)
     checks = _strict_checks(tools)
@@ -138,6 +143,26 @@ def plan_reply(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams, 
     grammar = strict_grammar(tools, tokenizer.reply_format, tokenizer.added_tokens)
     held = replace(params, grammar=grammar) if grammar is not None else params
     return ReplyPlan(prompt, held, lambda: ConformingParser(tracked(), checks))
+
+
+def _held_to(grammar: str, params: SamplingParams) -> SamplingParams:
+    """The settings with this grammar in place of any form."""
+    return replace(params, schema=None, regex=None, choices=None, json_object=False, grammar=grammar)
+
+
+def _form_or_calls(tokenizer: Tokenizer, params: SamplingParams, tools: Tools) -> str:
+    schema = {"type": "object"} if params.json_object else params.schema
+    grammar = None
+    if schema is not None:
+        reply = tokenizer.reply_format
+        grammar = form_or_calls_grammar(schema, tools, reply, tokenizer.added_tokens)
+    if grammar is None:
+        fields = ("schema", "json_object", "regex", "choices", "grammar")
+        raise Unsupported(
+            "Tools and this form cannot hold at once with this model; send tool_choice: 'none' or leave one out.",
+            param=next(name for name in fields if getattr(params, name) not in (None, False)),
+        )
+    return grammar
 
 
 def _strict_checks(tools: Tools) -> dict[str, Validator]:

@@ -55,7 +55,8 @@ async def create(request: HttpRequest) -> Response:
     stream = bool(body.stream)
     require(stream or body.stream_options is None, "stream_options needs stream: true.", "stream_options")
     renderer = ResponseRenderer(body, items, store)
-    names = {"prompt": "input", "schema": "text.format", "json_object": "text.format", "grammar": "tools"}
+    grammar = "text.format" if params.constrained and not tools.forced else "tools"
+    names = {"prompt": "input", "schema": "text.format", "json_object": "text.format", "grammar": grammar}
     return await answer(request, Call(body.model, plan, renderer, stream, fields=names))
 
 
@@ -126,11 +127,6 @@ def response_params(body: ResponseBody, tools: Tools) -> SamplingParams:
             form = {"json_object": True}
         case SchemaFormat(schema=schema):
             form = {"schema": schema}
-    if form and tools.offered:
-        raise Unsupported(
-            "text.format and tools cannot hold at once; send tool_choice: 'none' or leave one out.",
-            param="text.format",
-        )
     return SamplingParams(
         **form,
         **given(

@@ -50,6 +50,21 @@ def test_a_page_comes_free_with_its_last_reference() -> None:
     assert pool.free == 2
 
 
+def test_a_pool_shrinks_to_what_is_not_held_and_grows_again() -> None:
+    pool = PagePool(6)
+    first, second = pool.allocate(2)
+    with pytest.raises(BookkeepingError, match="from 1 on"):
+        pool.resize(1)
+    pool.resize(3)
+    assert (pool.total, pool.free, pool.allocate(1)) == (3, 1, [2])
+    with pytest.raises(OutOfPages):
+        pool.allocate(1)
+    pool.resize(5)
+    pool.release([first])
+    assert pool.allocate(3) == [first, 3, 4]
+    pool.check({first: 1, second: 1, 2: 1, 3: 1, 4: 1})
+
+
 def test_giving_back_what_one_does_not_hold_is_an_error() -> None:
     pool = PagePool(2)
     (page,) = pool.allocate(1)

@@ -28,6 +28,7 @@ REQUESTS = int(os.environ.get("MLXSERVE_SOAK", "60"))
 WIDE = {"head_dim": 32}
 FLIP = 0.1
 TOKENS_A_FLIP = 2000
+LONGEST_PAGES = 18  # of 8 tokens: what the longest request below takes
 
 
 @dataclass
@@ -68,13 +69,16 @@ class Life:
             self.engine.cancel(chosen.id)
 
 
-def live(subject: Engine, seed: int) -> Life:
+def live(subject: Engine, seed: int, *, most_pages: int | None = None) -> Life:
+    """The whole life; with `most_pages` the limit of the cache changes again and again, up to so many."""
     life = Life(subject, np.random.default_rng(seed))
     while len(life.asked) < REQUESTS or subject.has_work:
         if len(life.asked) < REQUESTS and life.draw.random() < 0.4:
             life.one_more()
         if life.draw.random() < 0.03:
             life.cancel_one()
+        if most_pages is not None and life.draw.random() < 0.05:
+            limit_pages(subject, int(life.draw.integers(LONGEST_PAGES, most_pages + 1)))
         subject.step()
     return life
 
@@ -99,6 +103,29 @@ def test_every_answer_equals_its_solo_run(kind: str) -> None:
         assert answer.tokens == expected[: len(answer.tokens)]
     assert_all_is_back(subject)
     assert subject.scheduler.tree.stats.hit_tokens > 0
+
+
+def limit_pages(subject: Engine, pages: int) -> None:
+    """So many bytes that each group may have so many pages."""
+    assert subject._sizes is not None
+    states = subject.memory.state_slots * subject._sizes.slot_bytes
+    subject.limit_cache(pages * sum(subject.memory.page_bytes) + states)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_cache_whose_limit_changes_loses_nothing(kind: str) -> None:
+    """Sequences that held pages beyond the limit start anew, and the arrays are no larger than it."""
+    subject = engine(kind, max_sequences=12)
+    life = live(subject, seed=3, most_pages=60)
+    for each, answer in zip(life.asked, life.answers):
+        assert_it_ended(life, each, answer)
+        assert answer.tokens == solo_tokens(kind, each.prompt, len(answer.tokens))
+    assert subject.scheduler.preemptions
+    limit_pages(subject, LONGEST_PAGES)
+    model = subject.runner.model
+    assert [pool.total for pool in subject.scheduler.pools] == [LONGEST_PAGES] * len(model.windows)
+    assert all(model.room(group) <= LONGEST_PAGES for group in range(len(model.windows)))
+    assert_all_is_back(subject)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

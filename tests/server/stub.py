@@ -89,6 +89,7 @@ class StubEngine:
         self.closed = False
         self.dead = False
         self.cached_tokens = 0
+        self.cache_limits: list[int] = []
         self._vectors = vectors
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
@@ -166,6 +167,11 @@ class StubEngine:
         if self._vectors is None:
             raise Unsupported(f"{self.name} makes no embeddings.", param="model")
         return [self._vectors(ids) for ids in batch]
+
+    async def limit_cache(self, limit_bytes: int) -> None:
+        if self.dead:
+            raise EngineStopped("The engine has stopped.")
+        self.cache_limits.append(limit_bytes)
 
     async def close(self) -> None:
         self.closed = True

@@ -21,11 +21,11 @@ class Clock:
 
 
 def world(
-    sizes: dict[str, int], budget: int = 100, **settings: float
+    sizes: dict[str, int], budget: int = 100, *, cache_bytes: int = 0, **settings: float
 ) -> tuple[ModelRegistry, StubLoader, Clock]:
     loader, clock, tokenizer = StubLoader(), Clock(), make_tokenizer()
     for name, size in sizes.items():
-        loader.add(StubEngine(name, tokenizer), needed_bytes=size)
+        loader.add(StubEngine(name, tokenizer), needed_bytes=size, cache_bytes=cache_bytes)
     return ModelRegistry(loader, budget, clock=clock, load_wait_s=0.05, **settings), loader, clock
 
 
@@ -189,5 +189,32 @@ def test_close_ends_everything() -> None:
         assert loader.engines["a"].closed
         with pytest.raises(asyncio.CancelledError):
             await waiting
+
+    run(work)
+
+
+def test_caches_share_what_weights_leave() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 20, "b": 30}, cache_bytes=5)
+        for name in ("a", "b"):
+            async with models.use(name):
+                pass
+        # Of 100: alone 80 are left to a, before b is loaded 50 to both; four fifths of that for caches.
+        assert loader.engines["a"].cache_limits == [5 + 64, 5 + 20, 5 + 20]
+        assert loader.engines["b"].cache_limits == [5 + 20]
+        await models.unload("b")
+        assert loader.engines["a"].cache_limits[-1] == 5 + 64
+
+    run(work)
+
+
+def test_an_engine_that_is_gone_does_not_hinder_the_others() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 20, "b": 30})
+        async with models.use("a"):
+            pass
+        loader.engines["a"].dead = True
+        async with models.use("b"):
+            assert loader.engines["b"].cache_limits == [20]
 
     run(work)

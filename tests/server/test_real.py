@@ -296,6 +296,98 @@ def test_strict_tools_conform_even_where_the_model_is_free(
         assert calls
 
 
+FORM = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+SWITCH = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}},
+    "required": ["on"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("wanted", ["{", "<tool_call>"])
+def test_a_form_and_tools_hold_at_once(http: httpx.Client, wanted: str) -> None:
+    """Whichever the model begins: the whole reply is an answer in that form, or calls that conform."""
+    opening = tiny.VOCAB - 32 + 4 if wanted == "<tool_call>" else ord(wanted)
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SWITCH}} for name in ("set", "unset")
+    ]
+    client = openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
+    with client.chat.completions.stream(
+        model="tiny-chat",
+        messages=HI,
+        tools=tools,
+        parallel_tool_calls=False,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}},
+        logit_bias={
+            str(opening): 50,
+            **({str(10): -100, str(32): -100, str(9): -100} if wanted == "{" else {}),
+        },
+        max_tokens=120,
+        seed=1,
+        temperature=1,
+    ) as events:
+        choice = events.get_final_completion().choices[0]
+    if wanted == "{":
+        assert not choice.message.tool_calls and choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), FORM)
+    else:
+        (call,) = choice.message.tool_calls
+        assert call.function.name in ("set", "unset") and choice.finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), SWITCH)
+
+
+def test_a_form_and_tools_on_the_other_ways_in(http: httpx.Client) -> None:
+    flat = {"type": "function", "name": "set", "parameters": SWITCH}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {
+            "input": "x",
+            "tools": [flat],
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": FORM}},
+        },
+        "/v1/messages": {
+            "messages": HI,
+            "max_tokens": 90,
+            "tools": [{"name": "set", "input_schema": SWITCH}],
+            "output_config": {"format": {"type": "json_schema", "schema": FORM}},
+        },
+        "/api/chat": {
+            "messages": HI,
+            "tools": [{"type": "function", "function": {"name": "set", "parameters": SWITCH}}],
+            "format": FORM,
+            "options": {"num_predict": 90},
+            "stream": False,
+        },
+    }
+    for path, body in bodies.items():
+        answer = http.post(path, json={"model": "tiny-chat", **body})
+        assert answer.status_code == 200, (path, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "object", "properties": {"a": {"pattern": "("}}}}}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+    ],
+)  # fmt: skip
+def test_a_form_that_cannot_hold_beside_tools_is_named(
+    http: httpx.Client, form: dict[str, Any], param: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "set", "parameters": SWITCH}}]
+    answer = http.post(
+        "/v1/chat/completions", json={"model": "tiny-chat", "messages": HI, "tools": tools, **form}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
 def test_logprobs(http: httpx.Client) -> None:
     answer = chat(http, logprobs=True, top_logprobs=3, max_tokens=5, temperature=0)
     entries = answer["choices"][0]["logprobs"]["content"]
