@@ -3,8 +3,8 @@
 Knows: kinds of frames and how requests, deltas and errors become bytes. Does not know sockets, or who
 restarts whom.
 
-    front → rank 0    SUBMIT request | CANCEL id | ASK (number, what, argument)
-    rank 0 → front    NEWS [(id, delta or error)] | ANSWER (number, value or error)
+    front → rank 0    SUBMIT request | CANCEL id | EMBED (number, token ids)
+    rank 0 → front    NEWS [(id, delta or error)] | ANSWER (number, value or error) | FIGURES of the engine
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ News = Delta | MlxServeError
 class Call(IntEnum):
     SUBMIT = 1
     CANCEL = 2
-    ASK = 3
+    EMBED = 3
     NEWS = 4
     ANSWER = 5
+    FIGURES = 6
 
 
 def pack(value: Any) -> bytes:

@@ -100,21 +100,24 @@ class _Open:
 class FrontEngine:
     """What callers ask of an engine: facts, the tokenizer, figures, embeddings."""
 
-    def __init__(self, worker: FrontWorker, facts: Facts, tokenizer: Tokenizer) -> None:
+    def __init__(self, worker: FrontWorker, facts: Facts, tokenizer: Tokenizer, config: EngineConfig) -> None:
         self._worker = worker
         self.loaded = facts
         self.tokenizer = tokenizer
+        self.config = config
 
     def stats(self) -> dict[str, Any]:
-        """Figures of rank 0's engine; of requests held here alone while there is none."""
-        try:
-            found: dict[str, Any] = self._worker.ask("stats")
-        except EngineStopped:
-            return {"queue": self._worker.held, "running": 0, "peak_bytes": 0}
-        return found
+        """Rank 0's figures as it last told them; while there is no rank, its requests wait here."""
+        figures = self._worker.figures
+        if self._worker.trouble is None:
+            return figures
+        return {**figures, "queue": self._worker.held, "running": 0}
+
+    def limit_cache(self, limit_bytes: int) -> None:
+        """Nothing: ranks have agreed on their memory among themselves, and take none of this process's."""
 
     def embed(self, batch: list[list[int]]) -> list[list[float]]:
-        found: list[list[float]] = self._worker.ask("embed", batch)
+        found: list[list[float]] = self._worker.embed(batch)
         return found
 
 
@@ -138,6 +141,7 @@ class FrontWorker:
     ) -> None:
         self.trouble: str | None = "The ranks are being started."
         self._on_death = on_death
+        self.figures: dict[str, Any] = {}
         self._max_queue = engine.max_queue + engine.max_sequences
         self._open: dict[str, _Open] = {}
         self._asked: dict[int, Future[Any]] = {}
@@ -152,7 +156,7 @@ class FrontWorker:
         self._listener.start()
         settings = {"load": plain_settings(load), "engine": plain_settings(engine)}
         self._tell(do="open", model=describe(files), split=str(split), **settings)
-        self.engine = FrontEngine(self, self._up.result(), tokenizer)
+        self.engine = FrontEngine(self, self._up.result(), tokenizer, engine)
 
     @property
     def healthy(self) -> bool:
@@ -194,16 +198,17 @@ class FrontWorker:
         threading.Thread(target=run, daemon=True).start()
         return future
 
-    def ask(self, what: str, argument: Any = None) -> Any:
-        """A question to rank 0's engine. Raises RankFailed while there is none, and what it raises."""
+    def embed(self, batch: list[list[int]]) -> list[list[float]]:
+        """Vectors by rank 0's engine. Raises RankFailed while there is none, and what it raises."""
         with self._lock:
             self._refuse_if_gone()
             if self._channel is None:
                 raise RankFailed(self.trouble or "No rank is there to ask.")
             number = next(self._numbers)
             answer = self._asked[number] = Future()
-            self._send(Call.ASK, 0, pack((number, what, argument)))
-        return answer.result(ANSWER_S)
+            self._send(Call.EMBED, 0, pack((number, batch)))
+        vectors: list[list[float]] = answer.result(ANSWER_S)
+        return vectors
 
     def close(self) -> None:
         """End the ranks; requests that have not ended get EngineStopped."""
@@ -253,6 +258,7 @@ class FrontWorker:
                 channel.close()
                 return
             self._channel, self.trouble = channel, None
+            self.figures = message["figures"]
             for entry in self._open.values():
                 self._send(Call.SUBMIT, 0, pack(entry.resumed()))
         threading.Thread(target=self._receive, args=(channel,), name="mlxserve-news", daemon=True).start()
@@ -309,6 +315,8 @@ class FrontWorker:
                 if frame.kind == Call.NEWS:
                     for sink, news in self._sorted(channel, unpack_news(frame.payload)):
                         sink(news)
+                elif frame.kind == Call.FIGURES:
+                    self.figures = unpack(frame.payload)
                 else:
                     self._answered(frame.step, *unpack(frame.payload))
         except EngineStopped:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from typing import Any
 
 from mlxserve.distributed.calls import Call, News, pack, pack_news, unpack, unpack_request
@@ -20,6 +21,7 @@ from mlxserve.engine.engine import Engine
 from mlxserve.engine.worker import Worker
 from mlxserve.errors import EngineFailed, EngineStopped, MlxServeError
 
+FIGURES_EVERY_S = 0.5
 _NEWS_A_FRAME = 256
 
 
@@ -43,7 +45,7 @@ def lead(rank: Rank) -> None:
     worker = Worker(build, on_death=rank.end)
     host, port = rank.job.requests
     listener = Listener((str(host), int(port)), os.environ[TOKEN].encode())
-    rank.control.say(up=facts_of(worker.engine))
+    rank.control.say(up={"facts": facts_of(worker.engine), "figures": worker.engine.stats()})
     channel = listener.accept(JOIN_S)
     listener.close()
     Desk(worker, channel).run()
@@ -63,6 +65,10 @@ def facts_of(engine: Engine) -> dict[str, Any]:
     }
 
 
+def _ends(news: News) -> bool:
+    return isinstance(news, MlxServeError) or news.finish_reason is not None
+
+
 def _shown(error: BaseException) -> dict[str, Any]:
     """Any error as one for people."""
     return encode_error(error if isinstance(error, MlxServeError) else EngineFailed(str(error)))
@@ -73,6 +79,7 @@ class Desk:
 
     def __init__(self, worker: Worker, channel: Channel) -> None:
         self._worker, self._channel = worker, channel
+        self._figures_s = 0.0
         self._out: queue.SimpleQueue[tuple[str, News] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -92,8 +99,7 @@ class Desk:
         elif call is Call.CANCEL:
             self._worker.cancel(unpack(body))
         else:
-            number, what, argument = unpack(body)
-            self._answer(number, what, argument)
+            self._answer(*unpack(body))
 
     def _submit(self, body: bytearray) -> None:
         request = unpack_request(body)
@@ -107,11 +113,9 @@ class Desk:
         if not isinstance(news, EngineStopped):
             self._out.put((name, news))
 
-    def _answer(self, number: int, what: str, argument: Any) -> None:
-        def work(engine: Engine) -> Any:
-            return engine.stats() if what == "stats" else engine.embed(argument)
-
-        future = self._worker.call(work)
+    def _answer(self, number: int, batch: list[list[int]]) -> None:
+        """The vectors of an embedding call."""
+        future = self._worker.call(lambda engine: engine.embed(batch))
 
         def send(_: Any) -> None:
             error = future.exception()
@@ -131,6 +135,14 @@ class Desk:
                     return
                 news.append(item)
             try:
+                self._send_figures(ended=any(_ends(item) for _, item in news))
                 self._channel.send(Call.NEWS, 0, pack_news(news))
             except EngineStopped:
                 return
+
+    def _send_figures(self, *, ended: bool) -> None:
+        """Before a request's last news, so that its caller finds it counted; else now and then."""
+        now = time.monotonic()
+        if ended or now - self._figures_s > FIGURES_EVERY_S:
+            self._figures_s = now
+            self._channel.send(Call.FIGURES, 0, pack(self._worker.engine.stats()))

@@ -170,7 +170,7 @@ class Supervisor:
         for rank in range(self.fleet.size):
             self.fleet.tell(rank, {"do": "join"})
         ups = await self._all_say("up")
-        self._tell(event="up", facts=ups[0], requests=jobs[0].requests, token=token)
+        self._tell(event="up", **ups[0], requests=jobs[0].requests, token=token)
 
     def _job(self, rank: int, ports: list[list[int]]) -> Job:
         """Ports of a rank: one for each of its addresses, one for the other ranks, one for the front."""

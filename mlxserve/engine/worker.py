@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from mlxserve.config import EngineConfig
 from mlxserve.engine.engine import Engine, Sink
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request
@@ -31,6 +32,8 @@ class Served(Protocol):
     def loaded(self) -> Loaded: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def config(self) -> EngineConfig: ...
     def stats(self) -> dict[str, Any]: ...
 
 
