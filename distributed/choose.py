@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.distributed.hosts import Host
+from mlxserve.distributed.locate import layers_of
 from mlxserve.distributed.plan import make_plan
 from mlxserve.distributed.sources import facts_of_files
 from mlxserve.distributed.split import Mode, Split
@@ -51,9 +52,7 @@ def choose_split(
 
 
 def _as_asked(asked: str, files: ModelFiles, size: int) -> Split:
-    config = read_config(files.path)
-    layers = int((config.get("text_config") or config).get("num_hidden_layers") or 0)
-    split = Split.parse(asked, layers)
+    split = Split.parse(asked, layers_of(read_config(files.path)))
     if split.size != size:
         raise UsageError(f"--split {asked} names {split.size} ranks, and there are {size}.", param="split")
     return split

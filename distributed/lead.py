@@ -28,15 +28,14 @@ _NEWS_A_FRAME = 256
 def lead(rank: Rank) -> None:
     """Come up, tell the supervisor, and serve the front until it leaves."""
     from mlxserve.distributed.calls import engine_settings
-    from mlxserve.distributed.locate import locate
-    from mlxserve.engine.llm import tokenizer_of
+    from mlxserve.text.tokenizer import load_tokenizer
 
     def build() -> Engine:
         shard = rank.load()
-        files = locate(rank.job.model, rank.job.folder)
         context = rank.join(shard)
         config = engine_settings(rank.job.engine)
-        tokenizer = tokenizer_of(files, shard.loaded)
+        assert rank.files is not None
+        tokenizer = load_tokenizer(rank.files.path)
         engine = leader_engine(context, shard.loaded, tokenizer, config, stage=shard.stage)
         rank.engine = engine
         rank.serve(shard)

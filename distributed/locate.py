@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from mlxserve.config import LoadConfig
+from mlxserve.distributed.load import weights_by_rank
+from mlxserve.distributed.split import Split
 from mlxserve.errors import ModelNotFound
-from mlxserve.models.resolve import ModelFiles, find_local, resolve
+from mlxserve.models.files import TensorInfo, read_config
+from mlxserve.models.hub import pull_part
+from mlxserve.models.resolve import ModelFiles, find_local, look_for
 
+PLAIN = LoadConfig()
 _FROM_THE_HUB = ("hub", "alias")
 
 
@@ -19,17 +26,33 @@ def describe(files: ModelFiles) -> dict[str, str]:
     return {"kind": files.kind, "path": str(files.path), "name": files.name, "origin": files.origin}
 
 
-def locate(model: Mapping[str, str], folder: str) -> ModelFiles:
+def locate(
+    model: Mapping[str, str], folder: str, split: str, rank: int, load: LoadConfig = PLAIN
+) -> ModelFiles:
     """The same model here: in the host's `folder` if it has one, by its name on the Hub, else at its path.
 
-    Raises ModelNotFound, naming the place, and what `resolve` raises.
+    From the Hub only the files are fetched that hold bytes of this rank. Raises ModelNotFound, naming the
+    place, and what fetching raises.
     """
     name = model["name"]
     if folder:
         return _named(_at(Path(folder).expanduser() / Path(name).name), name)
-    if model["origin"] in _FROM_THE_HUB:
-        return resolve(name)
-    return _named(_at(Path(model["path"])), name)
+    if model["origin"] not in _FROM_THE_HUB:
+        return _named(_at(Path(model["path"])), name)
+    found = look_for(name)
+    if isinstance(found, ModelFiles):
+        return found
+
+    def choose(here: Path, tensors: dict[str, TensorInfo]) -> list[str]:
+        config = read_config(here)
+        return weights_by_rank(config, tensors, Split.parse(split, layers_of(config)), load)[rank]
+
+    return ModelFiles("folder", pull_part(found, choose), name, "hub")
+
+
+def layers_of(config: Mapping[str, Any]) -> int:
+    """How many layers a model's configuration names."""
+    return int((config.get("text_config") or config).get("num_hidden_layers") or 0)
 
 
 def _at(path: Path) -> ModelFiles:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlxserve.distributed.rank import RankContext
     from mlxserve.distributed.split import Split
     from mlxserve.engine.engine import Engine
+    from mlxserve.models.resolve import ModelFiles
 
 TOKEN = "MLXSERVE_TOKEN"
 JOIN_S = 60.0
@@ -101,6 +102,7 @@ class Rank:
         self.step = -1
         self.engine: Engine | None = None
         self.split: Split | None = None
+        self.files: ModelFiles | None = None
         self._pulse = Pulse(self.beat, self._say_beat, job.deadline_s)
 
     def beat(self) -> Beat:
@@ -127,16 +129,14 @@ class Rank:
         from mlxserve.distributed.digest import config_digest, reference_digests, tokenizer_digest
         from mlxserve.distributed.handshake import Identity
         from mlxserve.distributed.load import load_shard
-        from mlxserve.distributed.locate import locate
+        from mlxserve.distributed.locate import layers_of, locate
         from mlxserve.distributed.split import Split
         from mlxserve.models.files import read_config
 
         self.enter("loading")
         job, settings = self.job, load_settings(self.job.load)
-        files = locate(job.model, job.folder)
-        split = self.split = Split.parse(
-            job.split, int(read_config(files.path).get("num_hidden_layers") or 0)
-        )
+        files = self.files = locate(job.model, job.folder, job.split, job.rank, settings)
+        split = self.split = Split.parse(job.split, layers_of(read_config(files.path)))
         shard = load_shard(files, settings, split, job.rank)
         tensors = dict(shard.digests)
         if job.rank == 0:
