@@ -10,7 +10,7 @@ TEST_EXTRAS := test$(if $(EXTRAS),$(COMMA)$(EXTRAS),)
 JOBS ?= 2
 PROMPT ?= What is the capital of France? Answer in one sentence.
 
-.PHONY: demo test test-peft lint types check bench docs soak clean help
+.PHONY: demo test test-peft lint types check bench docs notebooks soak clean help
 
 help:            ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -64,6 +64,9 @@ bench: $(VENV)/tested $(VENV)/model ## everything side by side with mlx-lm; writ
 
 docs: $(VENV)/installed ## write docs/commands/ anew from the commands' own help
 	$(BIN)/python scripts/make_docs.py
+
+notebooks: $(VENV)/tested $(VENV)/model ## run the notebooks anew and keep their outputs
+	$(BIN)/python scripts/run_notebooks.py
 
 clean:           ## remove what the commands above made
 	rm -rf $(VENV) build dist *.egg-info

@@ -10,7 +10,6 @@ parameters is counted in half a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -18,44 +17,19 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxserve.config import LoadConfig
+from mlxserve.distributed.blueprint import DTYPES
 from mlxserve.distributed.facts import Facts, File, Place, Tensor
-from mlxserve.errors import ModelInvalid, Unsupported
+from mlxserve.distributed.sharding import shard_model
+from mlxserve.distributed.trace import FakeGroup
+from mlxserve.errors import ModelInvalid, ModelUnsupported, Unsupported, UsageError
+from mlxserve.models.definitions import module_name
 from mlxserve.models.files import TensorInfo
 from mlxserve.models.kvlayout import HEADS, is_latent, kv_by_layer, text_config
 from mlxserve.models.load import CONTEXT_FIELDS, build, context_of, foreign_method, place
 from mlxserve.models.weights import quantize_now
 
-# What a stored tensor becomes in MLX; it has no type of its own for floats of 8 bits.
-DTYPES = {
-    "BF16": mx.bfloat16,
-    "F16": mx.float16,
-    "F32": mx.float32,
-    "U8": mx.uint8,
-    "U16": mx.uint16,
-    "U32": mx.uint32,
-    "I8": mx.int8,
-    "I32": mx.int32,
-    "I64": mx.int64,
-    "F8_E4M3": mx.uint8,
-    "F8_E5M2": mx.uint8,
-    "F8_E8M0": mx.uint8,
-}
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "topk")
 FP4 = {"mxfp4": (4, 32)}
-
-
-@dataclass(frozen=True)
-class FakeGroup:
-    """Rank `own` of `ranks`, for a definition's `shard()` where no such group exists."""
-
-    own: int
-    ranks: int
-
-    def rank(self) -> int:
-        return self.own
-
-    def size(self) -> int:
-        return self.ranks
 
 
 def count(
@@ -117,18 +91,17 @@ def divide(
     if reason := _indivisible(config, size):
         return reason
     model = make()
-    shard = getattr(model, "shard", None)
-    if shard is None:
-        return f"mlx-lm's definition of {config.get('model_type')} has no shard()"
     try:
-        shard(FakeGroup(rank, size))
-    except (ValueError, TypeError, IndexError, ZeroDivisionError, AttributeError) as error:
-        return f"its shard() does not divide it over {size} ranks ({_first_line(error)})"
+        shard_model(model, FakeGroup(rank, size), module_name(config))
+    except ModelUnsupported:
+        return f"{config.get('model_type')} is not divided by tensors: nobody has written how"
+    except (UsageError, TypeError, IndexError, ZeroDivisionError, AttributeError) as error:
+        return f"its tensors cannot be divided over {size} ranks ({_first_line(error)})"
     return _bytes(model)
 
 
 def _indivisible(config: Mapping[str, Any], size: int) -> str | None:
-    """What `shard()` itself does not check: heads that do not divide would be lost silently."""
+    """Heads that do not divide, in words; `shard()` itself would lose them silently."""
     text = text_config(config)
     heads = next((text[key] for key in HEADS if isinstance(text.get(key), int)), None)
     if heads is not None and heads % size:
@@ -308,14 +281,3 @@ def _placeholder(name: str, info: TensorInfo) -> mx.array:
             f"The tensor {name} is stored as {info.dtype}, which MLX does not read.", param=name
         )
     return mx.zeros(info.shape, DTYPES[info.dtype])
-
-
-__all__ = [
-    "FakeGroup",
-    "count",
-    "divide",
-    "end_places",
-    "layer_paths",
-    "maker_from_config",
-    "maker_from_headers",
-]

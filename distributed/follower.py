@@ -99,7 +99,12 @@ class Follower:
             kind = partial(TensorRunner, group=group)
         limits = Limits(agreed.pages, agreed.state_slots)
         return make_runner(
-            self._loaded.model, start.way, start.config, context=start.context, limits=limits, kind=kind
+            self._loaded.model,
+            start.way,
+            start.config,
+            context=start.context,
+            limits=limits,
+            kind=kind,
         )
 
     def _room(self, start: Start) -> Room:

@@ -300,7 +300,7 @@ class Room:
 
 
 def encode_plain(value: object) -> bytes:
-    """Objects of the start, token ids to embed, the numbers of an embedding."""
+    """Objects of the start, what is to be embedded, an embedding, names."""
     return _encoder.encode(value)
 
 
@@ -313,6 +313,7 @@ def decode_room(body: bytes | bytearray) -> Room:
 
 
 def decode_ids(body: bytes | bytearray) -> list[int]:
+    """Token ids to embed."""
     return msgspec.msgpack.decode(body, type=list[int])
 
 

@@ -4,19 +4,16 @@ Knows: the engine's hook for several ranks, and what is sent when. Does not know
 ranks were started and connected (rank.py, launch.py).
 
 Before the first step the ranks agree on how much fits everywhere. Then each batch is announced before
-this rank begins it, one step ahead of the device. A thread a rank listens for what comes back: that a
-step is complete, tokens, or why a rank stops. Once a batch is announced nothing can be taken back, so a
-failure on any rank ends the engine (EngineStopped); starting all ranks anew is the launcher's.
+this rank begins it, one step ahead of the device. Once a batch is announced nothing can be taken back, so
+a failure on any rank ends the engine (EngineStopped); starting all ranks anew is the launcher's.
 """
 
 from __future__ import annotations
 
-import queue
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,23 +22,9 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.config import EngineConfig
-from mlxserve.distributed import collective
-from mlxserve.distributed.channel import Channel, PeerLost
-from mlxserve.distributed.frames import (
-    DIGEST_BYTES,
-    Diverged,
-    Kind,
-    Ledger,
-    Room,
-    Start,
-    decode_error,
-    decode_room,
-    decode_tokens,
-    decode_vector,
-    encode_batch,
-    encode_masks,
-    encode_plain,
-)
+from mlxserve.distributed.channel import Channel
+from mlxserve.distributed.crew import Crew, Tokens
+from mlxserve.distributed.frames import Kind, Room, Start, decode_vector, encode_masks, encode_plain
 from mlxserve.distributed.handover import Outbox, Part, form_of
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
@@ -52,9 +35,6 @@ from mlxserve.errors import EngineStopped, MlxServeError, Unsupported
 from mlxserve.models.load import LoadedModel
 from mlxserve.request import TokenLogprob
 from mlxserve.text.tokenizer import Tokenizer
-
-# Ranks measure their memory before the first step; this is how long they may take.
-START_TIMEOUT_S = 120.0
 
 
 def leader_engine(
@@ -106,159 +86,14 @@ class LeadingRanks:
         room = self.crew.agree(start, Room(limits.pages, limits.state_slots))
         return Limits(room.pages, room.state_slots)
 
-    def make_runner(
-        self, model: nn.Module, way: str, config: EngineConfig, *, context: int, limits: Limits
-    ) -> Runner:
+    def make_runner(self, model: nn.Module, way: str, config: EngineConfig, **settings: Any) -> Runner:
         """A runner for rank 0's part, which announces each batch to the others."""
         kind: Any = PipelineLeader
         parts: dict[str, Any] = {"stage": self.stage, "after": self.context.after}
         if self.context.split.mode == "tensor":
             kind, parts = TensorLeader, {"group": self.context.group}
         kind = partial(kind, crew=self.crew, **parts)
-        return make_runner(model, way, config, context=context, limits=limits, kind=kind)
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What the last stage gives back for a step or an embedding."""
-
-    step: int
-    tokens: list[int]
-    logprobs: Mapping[int, TokenLogprob]
-    vector: list[float]
-
-
-class Crew:
-    """The other ranks, as rank 0 sees them."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
-        self._ledger = Ledger()
-        self._digests: dict[int, bytes] = {}  # of announced steps that some rank has not completed
-        self._done = {channel.rank: -1 for channel in context.followers}
-        self._lock = threading.Lock()
-        self._fault: EngineStopped | None = None
-        self._answers: queue.SimpleQueue[_Answer | None] = queue.SimpleQueue()
-        self._stopping = False
-        self._threads: list[threading.Thread] = []
-
-    # -- before the first step ---------------------------------------------------------------------------
-
-    def agree(self, start: Start, room: Room) -> Room:
-        """Tell every rank how to run, and find what all of them have room for."""
-        self.send_all(Kind.START, 0, encode_plain(start))
-        collective.prepare(self._context.group, start.gathered_bytes)
-        for channel in self._context.followers:
-            frame = channel.receive(START_TIMEOUT_S)
-            if frame.kind == Kind.FAILED:
-                raise decode_error(frame.payload, channel.rank)
-            room = room.least(decode_room(frame.payload))
-        self.send_all(Kind.MEMORY, 0, encode_plain(room))
-        for channel in self._context.followers:
-            thread = threading.Thread(
-                target=self._listen, args=(channel,), name=f"mlxserve-rank-{channel.rank}", daemon=True
-            )
-            thread.start()
-            self._threads.append(thread)
-        return room
-
-    # -- steps -------------------------------------------------------------------------------------------
-
-    def announce(self, batch: Batch) -> None:
-        """Send a batch to every rank. Raises EngineStopped once any rank has failed."""
-        body = encode_batch(batch)
-        digest = self._ledger.enter(batch.step, body)
-        with self._lock:
-            self._digests[batch.step] = digest
-        self.send_all(Kind.BATCH, batch.step, digest, body)
-
-    def send_last(self, kind: Kind, step: int, body: bytes) -> None:
-        """Send something to the last rank alone."""
-        self._raise_fault()
-        self._context.followers[-1].send(kind, step, body)
-
-    def send_all(self, kind: Kind, step: int, *parts: bytes) -> None:
-        """Send the same to every rank. Raises EngineStopped once any rank has failed."""
-        self._raise_fault()
-        for channel in self._context.followers:
-            channel.send(kind, step, *parts)
-
-    def answer(self, step: int) -> _Answer:
-        """What the last stage gives for a step; waits for it. Raises EngineStopped instead, if a rank fails."""
-        try:
-            found = self._answers.get(timeout=self._context.patience_s)
-        except queue.Empty:
-            raise PeerLost(
-                f"Rank {self._context.size - 1} has not answered step {step} in {self._context.patience_s:g} s.",
-                rank=self._context.size - 1,
-            ) from None
-        self._raise_fault()
-        if found is None or found.step != step:
-            raise Diverged(
-                f"Rank {self._context.size - 1} did not answer step {step} when it was its turn.",
-                rank=self._context.size - 1,
-            )
-        return found
-
-    def stop(self) -> None:
-        """Let the other ranks go, and take leave of them."""
-        self._stopping = True
-        for channel in self._context.followers:
-            with suppress(PeerLost):
-                channel.send(Kind.STOP, 0)
-        for thread in self._threads:
-            thread.join(START_TIMEOUT_S)
-
-    def _raise_fault(self) -> None:
-        if self._fault is not None:
-            raise self._fault
-
-    # -- what comes back -----------------------------------------------------------------------------------
-
-    def _listen(self, channel: Channel) -> None:
-        """One rank's answers, until it leaves."""
-        try:
-            while True:
-                frame = channel.receive()
-                if frame.kind == Kind.STOP:
-                    return
-                if frame.kind == Kind.FAILED:
-                    raise decode_error(frame.payload, channel.rank)
-                if frame.kind == Kind.VECTOR:
-                    self._answers.put(_Answer(frame.step, [], {}, decode_vector(frame.payload)))
-                else:
-                    self._complete(channel.rank, frame.kind, frame.step, memoryview(frame.payload))
-        except PeerLost as error:
-            if not self._stopping:
-                self.fail(channel.rank, error)
-        except MlxServeError as error:
-            self.fail(channel.rank, error)
-
-    def _complete(self, rank: int, kind: int, step: int, payload: memoryview) -> None:
-        """A rank has completed a step, with the tokens if it is the last stage."""
-        with self._lock:
-            if self._digests.get(step) != bytes(payload[:DIGEST_BYTES]):
-                raise Diverged(
-                    f"Rank {rank} and rank 0 no longer carry out the same steps (seen at step {step}).",
-                    rank=rank,
-                )
-            before = min(self._done.values())
-            self._done[rank] = step
-            everywhere = min(self._done.values())
-            for old in range(before, everywhere + 1):
-                self._digests.pop(old, None)
-        if kind == Kind.TOKENS:
-            tokens, logprobs = decode_tokens(payload[DIGEST_BYTES:])
-            self._answers.put(_Answer(step, tokens, logprobs, []))
-        if everywhere > before:
-            self._context.on_step(everywhere)
-
-    def fail(self, rank: int, error: MlxServeError) -> None:
-        """Rank `rank` is of no more use; the next call that needs it raises. From any thread."""
-        if self._fault is None:
-            self._fault = error if isinstance(error, EngineStopped) else EngineStopped(str(error))
-        self._answers.put(None)
-        self._context.on_fault(rank, str(error))
+        return make_runner(model, way, config, **settings, kind=kind)
 
 
 @contextmanager
@@ -324,11 +159,11 @@ class _Returning(Drawn):
     """Tokens that the last stage sends back."""
 
     crew: Crew | None = None
-    answer: _Answer | None = None
+    answer: Tokens | None = None
 
     def read(self) -> list[int]:
         assert self.crew is not None
-        self.answer = self.crew.answer(self.batch.step)
+        self.answer = self.crew.tokens(self.batch.step)
         return self.answer.tokens
 
     def read_logprobs(self) -> dict[int, TokenLogprob]:
@@ -360,13 +195,13 @@ class PipelineLeader(StageRunner, _Leading):
         return _Returning(forward.batch, None, None, self.crew)
 
     def embed(self, ids: list[int]) -> list[float]:
-        """As in one process, stage by stage. No step may be in flight."""
+        """As in one process, stage by stage; behind the steps that are in flight."""
         self._embeddings += 1
         self.crew.send_all(Kind.EMBED, self._embeddings, encode_plain(ids))
         with _announced(0):
             self.embedding(ids)
             self._hand_over(self._embeddings)
-        return self.crew.answer(self._embeddings).vector
+        return decode_vector(self.crew.reply().payload)
 
     def close(self) -> None:
         """Let the other ranks go."""

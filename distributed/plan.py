@@ -351,6 +351,8 @@ class _Wanted:
         return tuple(made)
 
     def option(self, split: Split, link: str) -> Option:
+        """What there is to say of one split; a pipeline's channels are TCP whatever the link."""
+        link = link if split.mode == "tensor" else "tcp"
         refusal = self.facts.refusal(split.size) if split.mode == "tensor" else None
         if refusal:
             return Option(str(split), link, refusal=refusal)

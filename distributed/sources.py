@@ -30,6 +30,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|blk)\.(\d+)\.")
 _EMBEDDING = re.compile(r"embed|wte|wpe")
 _HEAD = re.compile(r"lm_head|embed_out|^output\.")
 
+WHOLE_ONLY = "A GGUF file is only read whole: several hosts need the model as a folder with safetensors."
+
 
 def facts_of(name: str, bits: int | None = None, sizes: Iterable[int] = (), group_size: int = 64) -> Facts:
     """Facts of the model that `name` means, for tensor parallelism over each of `sizes` ranks.
@@ -118,10 +120,12 @@ def _from_gguf(files: ModelFiles, bits: int | None, sizes: Iterable[int], group_
     layers = frozenset(range(int(config["num_hidden_layers"])))
     parts = tuple(File(path.name, path.stat().st_size, layers, True, True) for path in file.paths)
     make = maker_from_config(config, bits, group_size)
+    sizes = tuple(sizes)
+    notes = (WHOLE_ONLY,) if any(size > 1 for size in sizes) else ()
     if bits is not None:
-        return count(files.name, config, make, sizes, parts, bits)
+        return count(files.name, config, make, sizes, parts, bits, notes=notes)
     form = f"blocks of {next(kind for kind in file.types if kind != 'F32')}" if stored else None
-    return count(files.name, config, make, sizes, parts, stored=stored, form=form)
+    return count(files.name, config, make, sizes, parts, stored=stored, form=form, notes=notes)
 
 
 def files_by_layer(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> tuple[File, ...]:

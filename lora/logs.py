@@ -112,7 +112,7 @@ def _wandb(folder: Path, settings: dict[str, Any]) -> Watch:
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 360, 56, 28, 44
 STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#444}.axis{stroke:#999;stroke-width:1}"
+    "text{font:12px system-ui,sans-serif;fill:#777}.axis{stroke:#999;stroke-width:1}"
     ".train{stroke:#2a6fdb}.valid{stroke:#d9480f}.rate{stroke:#868e96;stroke-dasharray:4 3}"
     "path{fill:none;stroke-width:1.6}circle{fill:#d9480f}"
     "@media(prefers-color-scheme:dark){text{fill:#ccc}.axis{stroke:#666}"

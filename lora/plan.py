@@ -14,6 +14,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxserve import display
 from mlxserve.errors import DoesNotFit
 from mlxserve.lora.batches import width_of
 from mlxserve.lora.config import RunConfig
@@ -53,6 +54,12 @@ class Plan:
             + self.activation_bytes
             + self.loss_bytes
         )
+
+    def _repr_html_(self) -> str:
+        names = ("weight", "trainable", "gradient", "optimizer", "activation", "loss", "needed")
+        rows = [(name, show_bytes(getattr(self, f"{name}_bytes"))) for name in names]
+        rows[-1] = ("together", rows[-1][1])
+        return display.facts([*rows, ("parameters that train", f"{self.trainable:,}")], "A run's memory")
 
     def require(self, budget_bytes: int) -> None:
         """Raise DoesNotFit, with both numbers and what would help, unless it fits."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from mlxserve import display
 from mlxserve.config import SAMPLING_DEFAULTS
 from mlxserve.errors import UsageError
 
@@ -198,10 +199,20 @@ class Metrics:
         elapsed_s = self.total_s - self.time_to_first_token_s
         return (self.completion_tokens - 1) / elapsed_s if elapsed_s > 0 else None
 
+    def in_words(self) -> list[str]:
+        """The figures for people, one part each: tokens in and out, time to the first, tokens a second."""
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        parts = [f"{self.prompt_tokens} tokens in{cached}, {self.completion_tokens} out"]
+        if self.time_to_first_token_s is not None:
+            parts.append(f"first after {self.time_to_first_token_s:.2f} s")
+        if self.decode_tokens_per_s is not None:
+            parts.append(f"{self.decode_tokens_per_s:.1f} tokens/s")
+        return parts
+
 
 @dataclass(slots=True)
 class Output:
-    """A finished answer. `text` has no stop string and no end-of-turn marker in it."""
+    """A finished answer. `text` has no stop string and no end-of-turn marker in it. Jupyter shows the text."""
 
     text: str
     token_ids: list[int]
@@ -210,6 +221,13 @@ class Output:
     metrics: Metrics = field(default_factory=Metrics)
     prompt: str | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        figures = [
+            *self.metrics.in_words(),
+            *([f"ended: {self.finish_reason}"] if self.finish_reason else []),
+        ]
+        return display.text(self.text) + display.small(figures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,7 @@ def write(text: str) -> None:
 
 def figures(metrics: Metrics, peak_bytes: int) -> str:
     """One answer's figures in a line: tokens, time to the first one, tokens a second, peak memory."""
-    cached = f" ({metrics.cached_tokens} cached)" if metrics.cached_tokens else ""
-    parts = [f"{metrics.prompt_tokens} tokens in{cached}, {metrics.completion_tokens} out"]
-    if metrics.time_to_first_token_s is not None:
-        parts.append(f"first after {metrics.time_to_first_token_s:.2f} s")
-    if metrics.decode_tokens_per_s is not None:
-        parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
-    return " · ".join([*parts, f"peak {show_bytes(peak_bytes)}"])
+    return " · ".join([*metrics.in_words(), f"peak {show_bytes(peak_bytes)}"])
 
 
 def record(output: Output) -> dict[str, Any]:

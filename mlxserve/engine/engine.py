@@ -108,6 +108,7 @@ class Engine:
         self.way, self.reason = choose_way(loaded.config)
         self.config = config if self.way != SOLO else replace(config, max_sequences=1)
         bound_mlx()
+        self._shared = ranks is not None
         self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
         self.runner = self._make_runner(ranks)
@@ -515,8 +516,9 @@ class Engine:
 
         Less than now evicts cached prefixes, and running requests whose pages go start anew; what is more
         is taken on demand. Room for the longest request that is here stays, and the slots of state do.
+        Where several ranks hold the model, what they agreed on stays too.
         """
-        if self._sizes is None or not self.memory.groups:
+        if self._sizes is None or not self.memory.groups or self._shared:
             return
         budget = limit_bytes - self.memory.state_slots * self._sizes.slot_bytes
         groups = page_groups(self._sizes, self.config, self.loaded.context, budget)

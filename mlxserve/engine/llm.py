@@ -13,11 +13,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from mlxserve import display
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
+from mlxserve.engine.pageview import PageTables, page_tables
 from mlxserve.engine.worker import Handle, Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
+from mlxserve.models.memory import show_bytes
 from mlxserve.models.resolve import ModelFiles, resolve
 from mlxserve.request import Collected, Delta, Output, Request, SamplingParams
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -111,6 +114,10 @@ class LLM:
         """Figures of the engine, see `Engine.stats`."""
         return self._worker.call(lambda engine: engine.stats()).result()
 
+    def page_tables(self) -> PageTables:
+        """Which pages the sequences that run now have; of the first group of layers."""
+        return self._worker.call(lambda engine: page_tables(engine.scheduler)).result()
+
     def peak_memory_bytes(self) -> int:
         """The most memory MLX has held at once."""
         return int(self.stats()["peak_bytes"])
@@ -190,6 +197,22 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({self.name!r}, context={self.context})"
+
+    def _repr_html_(self) -> str:
+        stats = self.stats()
+        held = f"{show_bytes(stats['kv_bytes'])}, {show_bytes(stats['kv_limit_bytes'])} at most"
+        pages = (
+            f"{stats['pages_total']}, {stats['pages_free']} free, {stats['pages_cached']} kept for prefixes"
+        )
+        rows = [
+            ("context", f"{self.context:,} tokens"),
+            ("weights", show_bytes(stats["weight_bytes"])),
+            ("keys and values", held),
+            ("pages", pages),
+            ("a step runs as", stats["way"]),
+            ("answers so far", f"{stats['finished']}, {stats['generated_tokens']:,} tokens"),
+        ]
+        return display.facts(rows, self.name)
 
     # -- requests -----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.engine import Engine, Sink
+from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request
 from mlxserve.text.tokenizer import Tokenizer
@@ -127,7 +128,7 @@ class Worker:
             self._closed = True
             self._inbox.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            join_fully(self._thread)
 
     # -- on the worker's thread ----------------------------------------------------------------------------
 

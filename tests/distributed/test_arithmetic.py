@@ -24,7 +24,17 @@ GOLDEN = {
     "deepseek-v3": (377.607, {2: 189.692, 4: 95.734}, 68.625),
 }
 # Every kind of tensor-parallel definition that the tiny models have.
-DIVISIBLE = ["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "deepseek_v2"]
+DIVISIBLE = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "deepseek_v2",
+    "mixtral",
+]
 
 
 def config_of(name: str, data: Path) -> dict[str, Any]:
@@ -104,7 +114,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert facts.refusal(2) is None
     assert "4 attention heads" in str(facts.refusal(3))
     assert "2 K/V heads cannot be divided over 4 ranks" in str(facts.refusal(4))
-    assert "no shard()" in str(facts_of("gpt2").refusal(2))
+    assert "gpt2 is not divided by tensors" in str(facts_of("gpt2").refusal(2))
     assert "over 5 ranks" in str(facts.refusal(5))
 
 

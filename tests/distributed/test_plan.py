@@ -11,17 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxserve.cli.main import main
-from mlxserve.config import GIB
+from mlxserve.config import GIB, LoadConfig
 from mlxserve.distributed.arithmetic import count, maker_from_config
 from mlxserve.distributed.facts import Facts, File, Tensor
 from mlxserve.distributed.hosts import Host, parse_hosts
+from mlxserve.distributed.load import blueprint, files_of
 from mlxserve.distributed.plan import WORK_BYTES, Plan, make_plan
 from mlxserve.distributed.shapes import SHAPES, find_shape
-from mlxserve.distributed.sources import facts_of, files_by_layer
+from mlxserve.distributed.sources import facts_of, facts_of_files, files_by_layer
 from mlxserve.distributed.split import Split
 from mlxserve.errors import DoesNotFit, ModelNotFound, UsageError
 from mlxserve.models.files import TensorInfo
 from mlxserve.models.kvlayout import KvLayer
+from mlxserve.models.resolve import ModelFiles
 from tests import tiny
 from tests.conftest import package_folder
 
@@ -257,7 +259,27 @@ def test_a_local_folder_and_a_gguf_file(tmp_path: Path) -> None:
         facts = facts_of(str(file), sizes=(2,))
         assert facts.parameters == 134_515_008
         assert facts.total_bytes == pytest.approx(file.stat().st_size, rel=0.03)
+        assert any("only read whole" in note for note in facts.notes)
         assert facts.form == "blocks of Q4_1" and "9 attention heads" in str(facts.refusal(2))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma3_text", "mixtral", "lfm2"]
+)
+def test_a_plan_says_what_a_rank_reads(kind: str, tmp_path: Path) -> None:
+    """Against the loader's own list of regions, which is made in another way."""
+    folder = tiny.write(tmp_path / kind, kind)
+    files = ModelFiles("folder", folder, kind, "path")
+    facts = facts_of_files(files, sizes=(2,))
+    cut = facts.layers // 2
+    splits = [Split.pipeline([cut, facts.layers - cut])]
+    splits += [Split.tensor(2)] if facts.refusal(2) is None else []
+    for split in splits:
+        plan = make_plan(facts, parse_hosts(["2x16GB"]), 100, split.mode, split.bounds or None)
+        for share in plan.shares:
+            print_ = blueprint(files, LoadConfig(), split, share.rank)
+            assert share.bytes == print_.bytes, (str(split), share.rank)
+            assert set(files_of(print_)) <= set(share.files or ())
 
 
 def test_near_names() -> None:

@@ -106,3 +106,24 @@ def test_four_ranks_by_tensors(tmp_path: Path) -> None:
     model = {"num_key_value_heads": 4}
     cases = [case(tmp_path, "llama", rounds()[:4], model, gathered_bytes=n) for n in (2048, None)]
     same_answers(serve("tensor:4", cases), cases)
+
+
+def test_two_stages(tmp_path: Path) -> None:
+    """Everything on a llama; recurrent state; a sliding window with packed keys and values; too few pages."""
+    full = rounds()
+    cases = [
+        case(tmp_path, "llama", full),
+        case(tmp_path, "lfm2", full[:2]),
+        case(tmp_path, "gemma3_text", full[:1], {"head_dim": 32}, kv_bits=8),
+        case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000, micro_batches=1),
+        case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000),
+    ]
+    found = serve("pipeline:2", cases)
+    same_answers(found, cases)
+    assert sum(answer["cached"] for answer in found[0]["rounds"][1]) > 50
+    assert found[4]["preemptions"] > 0
+
+
+def test_four_stages(tmp_path: Path) -> None:
+    cases = [case(tmp_path, "llama", rounds(), {"num_hidden_layers": 5})]
+    same_answers(serve("pipeline:4", cases), cases)

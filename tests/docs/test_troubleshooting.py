@@ -98,7 +98,6 @@ def _taken_port(path: Path, server: RunningServer) -> str:
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PROVOKED: tuple[Callable[[Path, RunningServer], str], ...] = (
     _unknown_architecture,
     _incomplete,
@@ -108,7 +107,6 @@ PROVOKED: tuple[Callable[[Path, RunningServer], str], ...] = (
     _taken_port,
     lambda path, server: _asked(server, frobnicate=1),
     lambda path, server: _asked(server, messages=IMAGE),
-    lambda path, server: _asked(server, tools=[TOOL], response_format={"type": "json_object"}),
     lambda path, server: _asked(server, host="example.org"),
     lambda path, server: _asked(server, messages=[{"role": "user", "content": "a" * 100}]),
 )

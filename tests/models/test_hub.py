@@ -24,9 +24,9 @@ from mlxserve.errors import (
 from mlxserve.models import cached, hub, transfer
 from mlxserve.models.cached import HubName, find, list_cached, parse_hub_name, remove
 from mlxserve.models.describe import describe
-from mlxserve.models.files import INDEX, inspect
-from mlxserve.models.hub import pull
-from mlxserve.models.resolve import resolve
+from mlxserve.models.files import INDEX, TensorInfo, inspect
+from mlxserve.models.hub import pull, pull_part
+from mlxserve.models.resolve import look_for, resolve
 from mlxserve.models.transfer import Progress
 from tests.models.fake_hub import FakeHub, serve, use
 
@@ -432,8 +432,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_part_is_fetched_by_what_the_headers_say_and_is_no_model(place: Place) -> None:
-    from safetensors.numpy import save
-
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     weights = {file: save({tensor: np.ones((40, 40), np.float32)}) for tensor, file in names.items()}
     place.hub.add("org/model", {**_sharded(absent=True), **weights})
