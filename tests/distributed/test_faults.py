@@ -120,7 +120,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     marked = Marked(tmp_path_factory.mktemp("served"))
     made = None
     try:
-        made = Server(marked, model, "-n", "2", "--deadline", "2", "--sweep", "0.2", "--restarts", "9")
+        made = Server(marked, model, "-n", "2", "--deadline", "6", "--sweep", "0.2", "--restarts", "9")
         yield made
         assert made.stop() == 0, "".join(made.said)
         marked.nobody_is_left()
@@ -183,7 +183,7 @@ def test_two_requests_at_once(server: Server, alone: LLM) -> None:
         (
             signal.SIGSTOP,
             1,
-            r"Rank 1 \(local1\) has given no sign of life for 2 s; it had completed step \d+\.",
+            r"Rank 1 \(local1\) has given no sign of life for 6 s; it had completed step \d+\.",
         ),
         (
             signal.SIGUSR1,
@@ -223,7 +223,7 @@ def test_case_65_fault_propagation(
 
 
 def test_ranks_that_cannot_be_restored_end_the_launch(marked: Marked, model: Path) -> None:
-    server = Server(marked, model, "-n", "2", "--deadline", "2", "--restarts", "0")
+    server = Server(marked, model, "-n", "2", "--deadline", "6", "--restarts", "0")
     os.kill(server.rank(1), signal.SIGKILL)
     assert server.process.wait(WAIT_S) == 70
     assert any("Rank 1 (local1) was killed by SIGKILL" in line for line in server.said)
