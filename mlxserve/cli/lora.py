@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -289,7 +290,7 @@ def _train(prepared: Prepared, *, resume: bool) -> None:
 
     display = _Rich(prepared.config) if sys.stderr.isatty() else _Lines(prepared.config)
     try:
-        result = run(prepared, resume=resume, watch=display, generate=complete)
+        result = run(prepared, resume=resume, watch=display, generate=complete, group=_group())
     finally:
         display.close()
     best = result.outcome.best_loss
@@ -298,6 +299,15 @@ def _train(prepared: Prepared, *, resume: bool) -> None:
         + (f", best loss {best:.4f}" if best else "")
     )
     click.echo(result.adapter)
+
+
+def _group() -> Any:
+    """The processes that `mlxserve launch` has started with this one, each on its part of the data; None alone."""
+    if "MLX_RANK" not in os.environ:
+        return None
+    import mlx.core as mx
+
+    return mx.distributed.init(strict=True)
 
 
 class _Lines:

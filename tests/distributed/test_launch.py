@@ -250,3 +250,22 @@ def test_jaccl_gets_its_devices_and_coordinator() -> None:
         Fleet(Hostfile(tuple(Host(f"m{r}", (f"10.0.0.{r}",)) for r in range(2)))).meeting(
             1, [[1], [2]], "jaccl"
         )
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_on_every_ranks_share_of_the_data(marked: Marked, tiny_llama: Path) -> None:
+    rows = marked.folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1?", "completion": f"#### {i}"}) + "\n" for i in range(12))
+    )
+    values = [f"model={tiny_llama}", f"data.train={rows}", "save.dir=run", "train.steps=2", "log.every=1"]
+    values += ["data.valid=0.2", "train.tokens_per_batch=64", "train.max_seq=128"]
+    settings = [part for value in values for part in ("--set", value)]
+    done = marked.run("launch", "-n", "2", "--", "lora", "train", *settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "run/final\n" and done.stderr.count("step 2/2: loss") == 1
+    steps = [json.loads(line) for line in (marked.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in steps if event["kind"] == "step"] == [1, 2]
+    assert (marked.folder / "run" / "final" / "adapters.safetensors").is_file()
