@@ -12,9 +12,11 @@ or watched (supervise.py). No array is made in this process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -152,8 +154,9 @@ class FrontWorker:
         self._closed = False
         self._up: Future[Facts] = Future()
         self._launcher = launcher
-        self._listener = threading.Thread(target=self._listen, name="mlxserve-launcher", daemon=True)
-        self._listener.start()
+        self._outbox: queue.SimpleQueue[tuple[Channel, Call, bytes] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name="mlxserve-calls", daemon=True).start()
+        threading.Thread(target=self._listen, name="mlxserve-launcher", daemon=True).start()
         settings = {"load": plain_settings(load), "engine": plain_settings(engine)}
         self._tell(do="open", model=describe(files), split=str(split), **settings)
         self.engine = FrontEngine(self, self._up.result(), tokenizer, engine)
@@ -175,14 +178,14 @@ class FrontWorker:
             if len(self._open) >= self._max_queue:
                 raise Busy(f"{len(self._open)} requests are waiting; come back later.")
             self._open[request.id] = _Open(request, sink)
-            self._send(Call.SUBMIT, 0, pack(request))
+            self._send(Call.SUBMIT, pack(request))
 
     def cancel(self, request_id: str) -> None:
         """End a request; its sink hears of it as of any end."""
         with self._lock:
             if self._channel is None and request_id in self._open:
                 del self._open[request_id]
-            self._send(Call.CANCEL, 0, pack(request_id))
+            self._send(Call.CANCEL, pack(request_id))
 
     def call(self, work: Callable[[Any], Any]) -> Future[Any]:
         """What `work` returns or raises, given this engine."""
@@ -206,7 +209,7 @@ class FrontWorker:
                 raise RankFailed(self.trouble or "No rank is there to ask.")
             number = next(self._numbers)
             answer = self._asked[number] = Future()
-            self._send(Call.EMBED, 0, pack((number, batch)))
+            self._send(Call.EMBED, pack((number, batch)))
         vectors: list[list[float]] = answer.result(ANSWER_S)
         return vectors
 
@@ -216,6 +219,7 @@ class FrontWorker:
             if self._closed:
                 return
             self._closed = True
+            self._outbox.put(None)
             self._tell(do="close")
             self._cut()
             self._fail_all(EngineStopped("The engine was closed before this request was finished."))
@@ -260,7 +264,7 @@ class FrontWorker:
             self._channel, self.trouble = channel, None
             self.figures = message["figures"]
             for entry in self._open.values():
-                self._send(Call.SUBMIT, 0, pack(entry.resumed()))
+                self._send(Call.SUBMIT, pack(entry.resumed()))
         threading.Thread(target=self._receive, args=(channel,), name="mlxserve-news", daemon=True).start()
         if not self._up.done():
             self._up.set_result(Facts(**message["facts"]))
@@ -290,13 +294,18 @@ class FrontWorker:
 
     # -- rank 0 --------------------------------------------------------------------------------------------
 
-    def _send(self, call: Call, step: int, body: bytes) -> None:
-        """To rank 0 if it is there; what is lost is sent again to the next epoch."""
+    def _send(self, call: Call, body: bytes) -> None:
+        """To rank 0 if it is there; what is lost is sent again to the next epoch. Never waits."""
         if self._channel is not None:
-            try:
-                self._channel.send(call, step, body)
-            except EngineStopped:
-                self._cut()
+            self._outbox.put((self._channel, call, body))
+
+    def _write(self) -> None:
+        """On a thread of its own: a rank that takes nothing holds up nobody."""
+        while (letter := self._outbox.get()) is not None:
+            channel, call, body = letter
+            if channel is self._channel:
+                with contextlib.suppress(EngineStopped):  # the receiving side finds out too
+                    channel.send(call, 0, body)
 
     def _cut(self) -> None:
         """No more words with this epoch; questions to it are answered with an error."""

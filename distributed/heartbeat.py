@@ -5,6 +5,7 @@ processes or sockets. No MLX in here.
 
     silence      no beat of a rank for `deadline_s` (STARTING_S while it loads: a long call may hold its thread)
     standstill   work is queued at rank 0, and no step was completed for max(deadline_s, 20 x median step)
+                 (STARTING_S for the very first step)
 
 A pause of the watching process itself (a Mac that slept, a stopped terminal) is nobody's fault: it is taken
 off every clock.
@@ -117,7 +118,8 @@ class Monitor:
 
     def _standstill(self, now: float) -> Fault | None:
         usual = median(self._steps_s) if self._steps_s else 0.0
-        allowed = max(self.deadline_s, SLOW_STEPS * usual)
+        first_s = STARTING_S if self._last[0].step < 0 else 0.0  # kernels are compiled in the first step
+        allowed = max(self.deadline_s, SLOW_STEPS * usual, first_s)
         if not self._last[0].queued or now - self._progress_s <= allowed:
             return None
         rank = self._behind()

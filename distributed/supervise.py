@@ -92,7 +92,7 @@ class Supervisor:
         """The front is done: its connection to rank 0 has ended, and the ranks end with it."""
         self._wanted.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_S):
+            async with asyncio.timeout(STOP_S if self._up else 0):
                 while self.fleet.running:
                     await asyncio.sleep(0.05)
         serving.cancel()
