@@ -181,10 +181,9 @@ class FrontWorker:
             self._send(Call.SUBMIT, pack(request))
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its sink hears of it as of any end."""
+        """End a request; its sink hears no more. Unknown ids are ignored."""
         with self._lock:
-            if self._channel is None and request_id in self._open:
-                del self._open[request_id]
+            self._open.pop(request_id, None)
             self._send(Call.CANCEL, pack(request_id))
 
     def call(self, work: Callable[[Any], Any]) -> Future[Any]:
