@@ -25,7 +25,7 @@ from tests import tiny
 from tests.distributed.processes import WAIT_S, Marked, until
 
 CONTEXT = 1024
-LONG = 300
+LONG = 150
 # In every rank, SIGUSR1 changes one weight in memory, as a failing memory chip would.
 CORRUPT = """
 import signal

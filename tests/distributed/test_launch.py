@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxserve.cli.main import main
 from mlxserve.distributed.faults import EXIT_LOST_PEER, Fault
 from mlxserve.distributed.fleet import Fleet, choose_backend
 from mlxserve.distributed.hosts import Host, Hostfile
@@ -182,8 +183,9 @@ def test_a_program_that_is_not_there(marked: Marked) -> None:
 
 
 @pytest.mark.parametrize("args", [["--", "models"], ["-n", "2", "--hosts", "x", "--", "models"], ["-n", "2"]])
-def test_wrong_flags_are_usage_errors(marked: Marked, args: list[str]) -> None:
-    assert marked.run("launch", *args).returncode == 2
+def test_wrong_flags_are_usage_errors(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert main(["launch", *args]) == 2
+    assert capsys.readouterr().err.startswith("mlxserve: ")
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------
