@@ -38,22 +38,27 @@ BENCHMARKS = (
     Benchmark("generate", "Generate", ("--runs", "3"), ("--runs", "1")),
     Benchmark("overhead", "The engine's own cost", (), ("--sequences", "32", "--steps", "20")),
     Benchmark("serving", "Serving", ("--runs", "3"), ("--quick", "--runs", "1")),
+    Benchmark("grammars", "Grammars", (), ("--streams", "2", "--tokens", "8", "--runs", "1")),
     Benchmark(
         "http_streams", "Over HTTP", ("--clients", "16"), ("--clients", "2", "--tokens", "8", "--turns", "1")
     ),
     Benchmark("lora", "Fine-tuning", (), ("--quick",)),
+    Benchmark("sharded_loading", "Sharded loading", (), ("--layers", "2")),
+    Benchmark("distributed_running", "Running on several ranks", (), ("--steps", "50", "--tokens", "8")),
     Benchmark(
-        "simulate_macs", "Several Macs, simulated", ("--svg", "docs/plots/simulated-macs.svg"), ("--quick",)
+        "simulate_macs",
+        "Several Macs, simulated",
+        ("--svg", "docs/plots/simulated-macs.svg"),
+        ("--quick",),
     ),
 )
-
-
-HELPERS = {"__init__", "all", "models", "plot", "table"}
+SELF = Path(__file__).name
 
 
 def present() -> list[Benchmark]:
-    """The benchmarks that are in the folder."""
-    files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - HELPERS
+    """The benchmarks that are in the folder: files that can be run."""
+    paths = [path for path in (ROOT / "benchmarks").glob("*.py") if path.name != SELF]
+    files = {path.stem for path in paths if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
     listed = [one for one in BENCHMARKS if one.module in files]
     more = sorted(files - {one.module for one in listed})
     return listed + [Benchmark(name, name.replace("_", " ").capitalize()) for name in more]

@@ -14,10 +14,14 @@ from mlxserve.distributed.estimate import Speed
 from mlxserve.models.memory import show_count
 
 if TYPE_CHECKING:
-    from mlxserve.distributed.plan import Option, Plan, RankShare
+    from mlxserve.distributed.plan import Plan
+    from mlxserve.distributed.shares import Option, RankShare
 
 RANK_COLUMNS = ("RANK", "HOST", "MEMORY", "LAYERS", "WEIGHTS", "K/V", "NEEDS", "OF", "SPARE", "FILES")
 OPTION_COLUMNS = ("SPLIT", "LINK", "FITS", "TOKENS/S, EMPTY", "TOKENS/S, FULL CONTEXT")
+LEGEND = (
+    "(GB; needs = weights + K/V + 3.0 to work in, less for small models; of three quarters of the memory)"
+)
 LINKS = {"rdma": "RDMA", "tcp": "TCP"}
 
 
@@ -33,9 +37,11 @@ def title(plan: Plan) -> str:
     )
 
 
-def rank_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """A row a rank under RANK_COLUMNS; sizes in GB of 10^9 bytes."""
-    return [_rank_row(share, plan.split.mode == "tensor" and len(plan.shares) > 1) for share in plan.shares]
+def rank_table(plan: Plan) -> list[tuple[str, ...]]:
+    """A heading and a row a rank; sizes in GB of 10^9 bytes. Files are left out where they are not known."""
+    divided = plan.split.mode == "tensor" and len(plan.shares) > 1
+    rows = [RANK_COLUMNS, *(_rank_row(share, divided) for share in plan.shares)]
+    return [row[:-1] for row in rows] if all(share.files is None for share in plan.shares) else rows
 
 
 def _rank_row(share: RankShare, divided: bool) -> tuple[str, ...]:
@@ -56,9 +62,9 @@ def _rank_row(share: RankShare, divided: bool) -> tuple[str, ...]:
     )
 
 
-def option_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """A row for each split that was looked at, under OPTION_COLUMNS."""
-    return [_option_row(option) for option in plan.options]
+def option_table(plan: Plan) -> list[tuple[str, ...]]:
+    """A heading and a row for each split that was looked at."""
+    return [OPTION_COLUMNS, *(_option_row(option) for option in plan.options)]
 
 
 def _option_row(option: Option) -> tuple[str, ...]:
@@ -107,10 +113,10 @@ def plan_text(plan: Plan) -> str:
         [
             title(plan),
             "",
-            columns([RANK_COLUMNS, *rank_rows(plan)]),
-            "(GB; needs = weights + K/V + 3.0 to work in, of three quarters of the memory)",
+            columns(rank_table(plan)),
+            LEGEND,
             "",
-            columns([OPTION_COLUMNS, *option_rows(plan)]),
+            columns(option_table(plan)),
             "",
             *closing(plan),
         ]
@@ -127,10 +133,11 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def plan_html(plan: Plan) -> str:
     """The same for a notebook: a bar of each host's memory, and both tables."""
     bars = "".join(_bar(share) for share in plan.shares)
-    ranks = _html_table(RANK_COLUMNS, rank_rows(plan))
-    options = _html_table(OPTION_COLUMNS, option_rows(plan))
+    ranks, options = _html_table(rank_table(plan)), _html_table(option_table(plan))
     words = "".join(f"<p>{escape(line)}</p>" for line in closing(plan))
-    return f"<div><p><b>{escape(title(plan))}</b></p>{bars}{ranks}{options}{words}</div>"
+    return (
+        f"<div><p><b>{escape(title(plan))}</b></p>{bars}{ranks}<p>{escape(LEGEND)}</p>{options}{words}</div>"
+    )
 
 
 def _bar(share: RankShare) -> str:
@@ -155,7 +162,11 @@ def _bar(share: RankShare) -> str:
     )
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in _tagged(rows))
+    lines = "".join(f"<tr>{cells}</tr>" for cells in body)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _tagged(rows: Sequence[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
+    return [("td" if number else "th", row) for number, row in enumerate(rows)]

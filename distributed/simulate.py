@@ -36,7 +36,7 @@ from mlxserve.distributed.estimate import (
 )
 from mlxserve.distributed.facts import Facts, bytes_read
 from mlxserve.distributed.hosts import Host
-from mlxserve.distributed.plan import WORK_BYTES
+from mlxserve.distributed.shares import work_bytes
 from mlxserve.distributed.split import Split
 from mlxserve.errors import DoesNotFit, UsageError
 from mlxserve.models.kvlayout import HEADS, text_config
@@ -166,7 +166,8 @@ class Machine:
         """How many sequences of `tokens` tokens fit at once. Raises DoesNotFit if not one does."""
         rooms = []
         for rank, host in enumerate(self.hosts):
-            free = host.usable_bytes - WORK_BYTES - sum(self.loads[rank].values())
+            weights = sum(self.loads[rank].values())
+            free = host.usable_bytes - weights - work_bytes(weights)
             each = self.kv_bytes(rank, tokens)
             if free < each:
                 raise DoesNotFit(

@@ -20,6 +20,8 @@ from nbclient.exceptions import CellExecutionError
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+RICH = {"text/html", "image/svg+xml"}
+MOST_PLAIN = 80
 LANGUAGE = {"name": "python"}
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
@@ -40,7 +42,18 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         cell.metadata = nbformat.from_dict({})
         if cell.cell_type == "code":
             cell.outputs = _merged(output for output in cell.outputs if not _is_widget(output))
+            for output in cell.outputs:
+                _shorten(output)
     return notebook
+
+
+def _shorten(output: Any) -> None:
+    """Plain line breaks; and what is shown as a drawing or a table needs no long description beside it."""
+    if output.output_type == "stream":
+        output.text = output.text.replace("\r\n", "\n")
+    data = output.get("data") or {}
+    if RICH & set(data) and len(data.get("text/plain", "")) > MOST_PLAIN:
+        data["text/plain"] = data["text/plain"].partition("(")[0]
 
 
 def _is_widget(output: Any) -> bool:

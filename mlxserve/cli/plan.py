@@ -6,6 +6,7 @@ Nothing is loaded and nobody is connected to; of a model on the Hub only configu
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import click
 
 from mlxserve.cli.options import KV_BITS, QUANTIZE_BITS
 from mlxserve.config import EngineConfig
+from mlxserve.distributed.plan import DEFAULT_CONTEXT
 from mlxserve.errors import DoesNotFit, UsageError
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ TRY_BITS = (8, 6, 4, 3)
 @click.option(
     "--context",
     type=click.IntRange(min=1),
-    default=32768,
+    default=DEFAULT_CONTEXT,
     show_default=True,
     metavar="TOKENS",
     help="Tokens that a sequence is to hold.",
@@ -182,18 +184,29 @@ def _shown(made: Plan) -> str:
     """Tables with colour on a terminal, plain columns where the output is read by something else."""
     if not sys.stdout.isatty():
         return str(made)
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console, Group
     from rich.table import Table
     from rich.text import Text
 
-    from mlxserve.distributed.show import OPTION_COLUMNS, RANK_COLUMNS, closing, option_rows, rank_rows, title
+    from mlxserve.distributed.show import LEGEND, closing, option_table, rank_table, title
 
+    def table(rows: Sequence[Sequence[str]], styles: Sequence[str | None]) -> Table:
+        head, *body = rows
+        made = Table(*head, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        for row, style in zip(body, styles):
+            made.add_row(*map(Text, row), style=style)
+        return made
+
+    ranks = table(rank_table(made), [None if share.fits else "red" for share in made.shares])
+    chosen = str(made.split)
+    options = table(
+        option_table(made), ["bold" if option.split == chosen else None for option in made.options]
+    )
     console = Console()
-    ranks, options = Table(*RANK_COLUMNS), Table(*OPTION_COLUMNS)
-    for share, row in zip(made.shares, rank_rows(made)):
-        ranks.add_row(*map(Text, row), style=None if share.fits else "red")
-    for option, row in zip(made.options, option_rows(made)):
-        options.add_row(*map(Text, row), style="bold" if option.split == str(made.split) else None)
     with console.capture() as captured:
-        console.print(Group(Text(title(made), style="bold"), ranks, options, *map(Text, closing(made))))
+        words = [Text(line) for line in closing(made)]
+        console.print(
+            Group(Text(title(made), style="bold"), ranks, Text(LEGEND, style="dim"), options, *words)
+        )
     return captured.get()

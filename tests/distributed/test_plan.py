@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from mlxserve.distributed.arithmetic import count, maker_from_config
 from mlxserve.distributed.facts import Facts, File, Tensor
 from mlxserve.distributed.hosts import Host, parse_hosts
 from mlxserve.distributed.load import blueprint, files_of
-from mlxserve.distributed.plan import WORK_BYTES, Plan, make_plan
+from mlxserve.distributed.plan import Plan, make_plan
 from mlxserve.distributed.shapes import SHAPES, find_shape
+from mlxserve.distributed.shares import WORK_BYTES, work_bytes
 from mlxserve.distributed.sources import facts_of, facts_of_files, files_by_layer
 from mlxserve.distributed.split import Split
 from mlxserve.errors import DoesNotFit, ModelNotFound, UsageError
@@ -25,7 +27,7 @@ from mlxserve.models.files import TensorInfo
 from mlxserve.models.kvlayout import KvLayer
 from mlxserve.models.resolve import ModelFiles
 from tests import tiny
-from tests.conftest import package_folder
+from tests.conftest import ROOT, package_folder
 
 # What the publishers print, of exactly the tensors that are run (without draft layers); 0 where only the
 # rounded figure of the name is published, which is checked to 1 %.
@@ -56,6 +58,8 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
 }
 ROUNDED = {"kimi-k2": (1026e9, 32e9), "glm-4.5": (355e9, 32e9), "glm-4.5-air": (106e9, 12e9)}
+
+UNEVEN = parse_hosts(["192GB:m3-ultra", "128GB:m4-max"])
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +95,12 @@ def test_names_that_mean_a_shape() -> None:
 def test_gpt_oss_keeps_its_experts_in_mxfp4() -> None:
     """The publisher's checkpoints have 13.8 and 65.2 GB, 4.25 bits for experts and bfloat16 for the rest."""
     for name, size in (("gpt-oss-20b", 13.76), ("gpt-oss-120b", 65.25)):
-        assert facts_of(name).total_bytes / 1e9 == pytest.approx(size, rel=0.003)
+        facts = count(name, SHAPES[name], maker_from_config(SHAPES[name]))
+        assert facts.total_bytes / 1e9 == pytest.approx(size, rel=0.003)
 
 
 def test_405b_at_32k_as_the_paper_has_it(llama_405b: Facts) -> None:
-    plan = make_plan(llama_405b, parse_hosts(["192GB:m3-ultra", "128GB:m4-max"]), 32_768)
+    plan = make_plan(llama_405b, UNEVEN, 32_768)
     assert (str(plan.split), plan.fits) == ("pipeline:76,50", True)
     assert [round(share.needed_bytes / 1e9, 1) for share in plan.shares] == [150.7, 100.5]
     assert int(min(share.spare_bytes for share in plan.shares) / 1e8) == 25
@@ -125,9 +130,9 @@ def test_what_does_not_fit_says_what_would(llama_405b: Facts) -> None:
     ) as caught:
         plan.require()
     assert caught.value.needed_bytes > caught.value.available_bytes
-    shorter = make_plan(llama_405b, parse_hosts(["192GB:m3-ultra", "128GB:m4-max"]), 131_072)
+    shorter = make_plan(llama_405b, UNEVEN, 131_072)
     context = int(next(word for word in shorter.advice if "--context" in word).split()[1])
-    hosts = parse_hosts(["192GB:m3-ultra", "128GB:m4-max"])
+    hosts = UNEVEN
     assert (
         make_plan(llama_405b, hosts, context).fits and not make_plan(llama_405b, hosts, context + 1024).fits
     )
@@ -199,7 +204,19 @@ def test_shares_add_up_and_kv_scales() -> None:
     plan = make_plan(facts, parse_hosts(["2x64GB"]), 1000, "pipeline", (0, 2, 4), sequences=3)
     assert [share.bytes for share in plan.shares] == [280_000_000, 300_000_000]
     assert [share.kv_bytes for share in plan.shares] == [3 * 2 * 1000 * 1000 * 2] * 2
-    assert plan.shares[0].needed_bytes == plan.shares[0].bytes + plan.shares[0].kv_bytes + WORK_BYTES
+    assert plan.shares[0].needed_bytes == 280_000_000 + 12_000_000 + 780_000_000
+
+
+def test_a_large_model_works_in_3_gb_and_a_small_one_in_less() -> None:
+    assert [work_bytes(weights) for weights in (0, 10**9, 10**10)] == [5 * 10**8, 15 * 10**8, WORK_BYTES]
+    four = make_plan(
+        model([10] * 4), parse_hosts(["4x2GB"]), 100, "pipeline"
+    )  # four ranks of an 8 GB machine
+    assert four.fits
+
+
+def test_no_such_rank() -> None:
+    plan = make_plan(model([100] * 4), parse_hosts(["2x64GB"]), 1000, "pipeline")
     with pytest.raises(UsageError, match="ranks 0 to 1, not 2"):
         plan.rank(2)
 
@@ -214,7 +231,7 @@ def test_json_there_and_back(llama_405b: Facts) -> None:
 
 
 def test_a_digest_says_whether_two_ranks_may_meet(llama_405b: Facts) -> None:
-    hosts = parse_hosts(["192GB:m3-ultra", "128GB:m4-max"])
+    hosts = UNEVEN
     one = make_plan(llama_405b, hosts, 32_768)
     named = [Host("x", memory_bytes=hosts[0].memory_bytes), hosts[1]]
     assert make_plan(llama_405b, named, 32_768).digest == one.digest  # speed and names do not matter
@@ -290,6 +307,8 @@ def test_near_names() -> None:
 def test_a_plan_shows_itself(llama_405b: Facts) -> None:
     plan = make_plan(llama_405b, [Host("<b>", memory_bytes=192 * GIB), *parse_hosts(["128GB"])], 32_768)
     text = str(plan)
+    documented = (ROOT / "docs" / "distributed.md").read_text()
+    assert all(line in documented for line in str(make_plan(llama_405b, UNEVEN, 32_768)).splitlines()[:10])
     assert "pipeline:76,50" in text and "(0-75)" in text and plan.digest in text
     page = plan._repr_html_()
     assert (
@@ -313,6 +332,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     file.write_text(json.dumps([{"ssh": "a", "memory": "64GB"}, {"ssh": "b", "memory": "64GB"}]))
     assert main(["plan", "qwen3-8b-base", "--hosts", str(file), "--split", "tensor"]) == 0
     assert "tensor:2" in capsys.readouterr().out
+
+
+def test_the_command_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "qwen3-0.6b-base", "--host", "2x8GB:m4"]) == 0
+    out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "SPARE" in out and "…" not in out and "tensor:2" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

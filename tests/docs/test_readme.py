@@ -104,3 +104,6 @@ def test_the_comparison_gives_a_source_for_every_claim() -> None:
     cited = set(re.findall(r"\[(\d+)\]", table[0]))
     assert cited == listed
     assert all(len(row) == len(header) for row in rows)
+    for row in rows:
+        for cell in row[2:]:
+            assert "[" in cell or cell.strip() == "not checked", f"{row[0].strip()}: {cell}"

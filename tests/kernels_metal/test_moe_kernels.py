@@ -69,9 +69,9 @@ def check_traffic(result: harness.Result, names: tuple[str, ...], indices: np.nd
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("dtype", "tokens", "order"), CASES)
 @pytest.mark.parametrize("bits", AFFINE_BITS)
-def test_gate_up_affine(bits: int, dtype: mx.Dtype, tokens: int, order: str) -> None:
+def test_gate_up_affine(bits: int, dtype: mx.Dtype, tokens: int, order: str, rows: int = 13) -> None:
     group_size = 32 if bits == 3 else 64
-    parts = [affine(13, 192, bits, group_size, dtype, seed) for seed in (1, 2)]
+    parts = [affine(rows, 192, bits, group_size, dtype, seed) for seed in (1, 2)]
     check_gate_up(parts[0], parts[1], dtype, tokens, order, "silu")
 
 
@@ -84,8 +84,8 @@ def test_gate_up_blocks(kind: str) -> None:
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("dtype", "tokens", "order"), CASES)
 @pytest.mark.parametrize("kind", [4, 6, "Q4_K", "Q3_K"])
-def test_down(kind: int | str, dtype: mx.Dtype, tokens: int, order: str) -> None:
-    experts = blocks(13, 768, kind, 3) if isinstance(kind, str) else affine(13, 192, kind, 64, dtype, 3)
+def test_down(kind: int | str, dtype: mx.Dtype, tokens: int, order: str, rows: int = 13) -> None:
+    experts = blocks(rows, 768, kind, 3) if isinstance(kind, str) else affine(rows, 192, kind, 64, dtype, 3)
     indices = choices(tokens, 3)
     h = vectors(tokens * 3, experts.columns, dtype).reshape(tokens, 3, -1)
     scores = mx.softmax(vectors(tokens, 3, mx.float32), axis=-1)

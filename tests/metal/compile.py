@@ -19,6 +19,7 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
@@ -168,7 +169,7 @@ def build(source: str, signature: Signature, strict: bool = True) -> Path:
     )
     text = unit(source, signature)
     front = [*FRONT_END, *checks, "-fsanitize=thread"]
-    key = _key(text, front, BACK_END, _EDITS, _digest_of_folder(SHIM), mx.__version__)
+    key = _key(text, front, BACK_END, _EDITS, _digest_of_folder(SHIM), version("mlx"))
     library, refusal = cache_folder() / f"{key}.so", cache_folder() / f"{key}.refused"
     if refusal.exists():
         raise CompileError(refusal.read_text())

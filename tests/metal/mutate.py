@@ -78,9 +78,14 @@ RULES = [
     Rule("axis", r"\.(?P<it>y)\b", "x"),
     Rule("lane", r"\bthread_index_in_simdgroup\b", "simdgroup_index_in_threadgroup"),
     Rule("lane", r"\bsimdgroup_index_in_threadgroup\b", "thread_index_in_simdgroup"),
+    Rule(
+        "small array",
+        r"^\s*threadgroup\s+[\w:]+(?:<[^<>]*>)?\s+\w+\[(?P<it>[^\]]*)\]",
+        lambda s: f"({s}) / 2",
+    ),
     # casts
     Rule("cast", r"(?<![\w:.])(?P<it>float|int)\((?!simdgroup_index)(?=\w)", "bool"),
-    Rule("cast", r"(?<![\w:.])(?P<it>T)\((?=\w)", "int"),
+    Rule("cast", r"(?<![\w:.])(?P<it>T)\((?=\w)(?![\d.]+f?\))", "int"),
     Rule("cast", r"\(\(?(?:const )?device (?P<it>ushort|uchar|uint)\*\)", "float"),
     # operators
     Rule("operator", r"(?<=[\w)\]] )\*(?= [\w(])", "+"),
@@ -108,6 +113,9 @@ RULES = [
     Rule("no exit", r"\b(?:return|break|continue);", ";"),
     Rule("start value", r"= (?P<it>0\.0f|-INFINITY)(?=[;,}])", "1.0f"),
 ]
+OF_ARRAYS = ("small array", "start value")
+# Array declarations, whose sizes have a rule of their own.
+_ARRAY = re.compile(r"^\s*(?:threadgroup\s+)?[\w:]+(?:<[^<>]*>)?\s+\w+\[")
 # Lines that state facts to the compiler, or hold no code of their own.
 _SKIPPED = re.compile(r"^\s*(?:#|typedef\b|static_assert\b|template\b|UNROLL\b|_Pragma\b)")
 
@@ -122,7 +130,8 @@ def mutants(text: str) -> list[Mutant]:
 def _apply(rule: Rule, text: str, code: str) -> Iterator[Mutant]:
     for m in re.finditer(rule.pattern, code, re.MULTILINE):
         start, end = m.span("it" if "it" in m.groupdict() else 0)
-        if _SKIPPED.match(_line_around(code, start)):
+        line = _line_around(code, start)
+        if _SKIPPED.match(line) or (_ARRAY.match(line) and rule.name not in OF_ARRAYS):
             continue
         old = text[start:end]
         new = rule.replacement if isinstance(rule.replacement, str) else rule.replacement(old)

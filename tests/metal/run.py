@@ -198,7 +198,7 @@ def _where(location: _Location, library: Path) -> Where | None:
 
 
 def _counters(buffers: list[Buffer], totals: _Totals, traffic: ctypes.Array[_Traffic]) -> Counters:
-    names = [name for name, _ in _Traffic._fields_]
+    names = [field[0] for field in _Traffic._fields_]
     per_buffer = {
         buffer.name: Traffic(size=buffer.data.nbytes, **{name: getattr(record, name) for name in names})
         for buffer, record in zip(buffers, traffic, strict=True)

@@ -142,6 +142,10 @@ CAUGHT = {
     ),
     "shuffle_from_nowhere": ("y[i] = simd_shuffle(x[i], 32);", "simd_shuffle from a lane that is not there"),
     "endless_loop": ("uint n = i; while (x[n % 64] >= 0) n++; y[i] = n;", "an endless loop?"),
+    "endless_loop_of_loads": (
+        "float s = 0; for (uint n = 0; s > -1; n++) s += x[n % 64]; y[i] = s;",
+        "an endless loop?",
+    ),
     "endless_loop_of_registers": (
         "uint n = uint(x[i]); while (n != 1) n ^= 2; y[i] = n;",
         "an endless loop?",

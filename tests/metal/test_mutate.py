@@ -114,6 +114,7 @@ def made(rule: str, text: str) -> list[str]:
             "simdgroup_barrier(mem_flags::mem_threadgroup);",
         ),
         ("index", "float f = x[i];", "float f = x[i + 1];"),
+        ("small array", "threadgroup float t[N * 2];", "threadgroup float t[(N * 2) / 2];"),
         ("axis", "int row = place.x;", "int row = place.y;"),
         ("lane", "uint l = thread_index_in_simdgroup;", "uint l = simdgroup_index_in_threadgroup;"),
         ("cast", "float f = float(x);", "float f = bool(x);"),

@@ -112,11 +112,13 @@ def test_cleaning_takes_out_what_is_chance(script: ModuleType) -> None:
     v4 = nbformat.v4
     bar = v4.new_output("display_data", {script.WIDGET: {"model_id": "a"}, "text/plain": "Output()"})
     pieces = [v4.new_output("stream", name="stdout", text=text) for text in ("a", "b")]
-    last = v4.new_output("stream", name="stderr", text="c")
-    cell = v4.new_code_cell(
-        "1", outputs=[pieces[0], bar, pieces[1], last], metadata={"execution": {"a": "b"}}
-    )
+    last = v4.new_output("stream", name="stderr", text="c\r\n")
+    plan = v4.new_output("display_data", {"text/html": "<b>Plan</b>", "text/plain": f"Plan({'x' * 200})"})
+    outputs = [pieces[0], bar, pieces[1], last, plan]
+    cell = v4.new_code_cell("1", outputs=outputs, metadata={"execution": {"a": "b"}})
     notebook = v4.new_notebook(cells=[cell], metadata={"widgets": {"state": {"x": 1}}})
     cleaned = script.cleaned(notebook)
-    assert [(o.name, o.text) for o in cleaned.cells[0].outputs] == [("stdout", "ab"), ("stderr", "c")]
+    *streams, shown_plan = cleaned.cells[0].outputs
+    assert [(o.name, o.text) for o in streams] == [("stdout", "ab"), ("stderr", "c\n")]
+    assert shown_plan.data == {"text/html": "<b>Plan</b>", "text/plain": "Plan"}
     assert not cleaned.cells[0].metadata and "widgets" not in cleaned.metadata

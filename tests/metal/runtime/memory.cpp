@@ -163,7 +163,7 @@ void check_access(const void* address, u32 size, bool write, u64 return_address)
   }
   if (!passes_as_a_whole(*r, p, size, write, from)) return;
   u32 site = site_of(from);
-  if (r->kind != THREADGROUP) note_traffic(*r, p, size, write, site);
+  if (r->kind != THREADGROUP) note_traffic(*r, p, size, write, from);
   if (!r->shadow) return;
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
@@ -184,7 +184,7 @@ extern "C" void msl_atomic_access(Place at, void* address, u32 size, bool reads)
   Region* r = region_of(p);
   if (!r) return fail_out_of_bounds(p, size, "atomic access", from);
   if (!passes_as_a_whole(*r, p, size, true, from)) return;
-  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, site_of(from));
+  if (r->kind != THREADGROUP) note_traffic(*r, p, size, true, from);
   Now now = now_in(*r);
   u64 first = (u64)(p - r->begin);
   for (u64 byte = first; byte < first + size; byte++) {

@@ -165,6 +165,6 @@ Location thread_at_site(u32 number, u32 site);
 // ---- memory.cpp
 void check_access(const void* address, u32 size, bool write, u64 return_address);
 // ---- traffic.cpp
-void note_traffic(Region&, const u8* address, u32 size, bool write, u32 site);
+void note_traffic(Region&, const u8* address, u32 size, bool write, const Origin&);
 void flush_traffic();
 void forget_traffic();

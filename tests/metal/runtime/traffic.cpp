@@ -6,6 +6,8 @@
 #include "state.h"
 
 constexpr u32 MAX_SITES = 4096, HASH = 2 * MAX_SITES;
+// Executions that can be remembered until the next barrier: 1 GiB of them, far beyond what a test should run.
+constexpr u32 MAX_ROWS = 4 << 20;
 
 struct Log { // one load or store instruction of one simdgroup, since the last flush
   const u8* (*addresses)[LANES];
@@ -23,31 +25,36 @@ static Site sites[MAX_SITES];
 static u32 site_count;
 static u32 hash_table[HASH]; // index + 1 of a site
 static Log* logs;            // [site][simdgroup]
+static u32 row_count;        // of all logs
 
-static u32 find_site(u32 instruction, u32 size, bool write) {
-  u64 key = (u64)instruction << 32 | size << 1 | write;
+static u32 find_site(const Origin& from, u32 size, bool write) {
+  u64 key = (u64)site_of(from) << 32 | size << 1 | write;
   for (u32 slot = (u32)(key * 0x9e3779b97f4a7c15ul >> 40) % HASH;; slot = (slot + 1) % HASH) {
     u32 index = hash_table[slot];
     if (index && sites[index - 1].key == key) return index - 1;
     if (index) continue;
     if (site_count == MAX_SITES)
-      fail(current_at({"", 0}), "more than %u load and store instructions", MAX_SITES);
+      fail(current_at_origin(from), "more than %u load and store instructions", MAX_SITES);
     sites[site_count] = {key, size, write};
     hash_table[slot] = ++site_count;
     return site_count - 1;
   }
 }
 
-static void grow(Log& log) {
+static void grow(Log& log, const Origin& from) {
   u32 capacity = log.capacity ? log.capacity * 2 : 16;
   u64 row = sizeof *log.addresses;
+  row_count += capacity - log.capacity;
+  if (row_count > MAX_ROWS)
+    fail(current_at_origin(from),
+         "more than %u loads and stores by simdgroups between two barriers: an endless loop?", MAX_ROWS);
   log.addresses = (const u8*(*)[LANES])realloc(log.addresses, capacity * row);
   log.capacity = capacity;
 }
 
-static void append(Log& log, u32 lane, const u8* address) {
+static void append(Log& log, u32 lane, const u8* address, const Origin& from) {
   u32 time = log.times[lane]++;
-  if (time >= log.capacity) grow(log);
+  if (time >= log.capacity) grow(log, from);
   if (time >= log.used) {
     memset(log.addresses[time], 0, sizeof *log.addresses);
     log.used = time + 1;
@@ -55,11 +62,11 @@ static void append(Log& log, u32 lane, const u8* address) {
   log.addresses[time][lane] = address;
 }
 
-void note_traffic(Region& region, const u8* address, u32 size, bool write, u32 instruction) {
+void note_traffic(Region& region, const u8* address, u32 size, bool write, const Origin& from) {
   if (!logs) logs = (Log*)map_pages(sizeof(Log) * MAX_SITES * MAX_SIMDGROUPS);
-  u32 site = find_site(instruction, size, write);
+  u32 site = find_site(from, size, write);
   const Thread& me = run.current->thread;
-  append(logs[site * MAX_SIMDGROUPS + me.simdgroup], me.lane, address);
+  append(logs[site * MAX_SIMDGROUPS + me.simdgroup], me.lane, address, from);
   u64 first = (u64)(address - region.begin);
   for (u64 byte = first; byte < first + size; byte++) {
     if (write) {
@@ -122,6 +129,6 @@ void forget_traffic() {
     free(logs[i].addresses);
     logs[i] = {};
   }
-  site_count = 0;
+  site_count = row_count = 0;
   memset(hash_table, 0, sizeof hash_table);
 }
