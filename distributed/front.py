@@ -232,7 +232,7 @@ class FrontWorker:
             self._die(EngineStopped("The launcher has ended."))
 
     def _listen(self) -> None:
-        with self._launcher.makefile("rb") as lines:
+        with contextlib.suppress(OSError), self._launcher.makefile("rb") as lines:
             for line in lines:
                 message = decode(line)
                 if message is not None:
