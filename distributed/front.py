@@ -327,7 +327,7 @@ class FrontWorker:
                     self.figures = unpack(frame.payload)
                 else:
                     self._answered(frame.step, *unpack(frame.payload))
-        except EngineStopped:
+        except (EngineStopped, OSError):
             with self._lock:
                 if self._channel is channel:
                     self.trouble = self.trouble or "Rank 0 has closed its connection."
