@@ -19,7 +19,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,7 +41,7 @@ from mlxserve.distributed.launch import LAUNCH
 from mlxserve.distributed.locate import describe
 from mlxserve.distributed.split import Split
 from mlxserve.distributed.wire import decode, encode
-from mlxserve.errors import Busy, EngineStopped, MlxServeError, ModelUnsupported
+from mlxserve.errors import Busy, EngineStopped, MlxServeError, ModelUnsupported, Unsupported, UsageError
 from mlxserve.models.resolve import ModelFiles
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -99,6 +99,19 @@ class _Open:
         return replace(self.request, resume=tuple(self.tokens))
 
 
+class NoAdapters:
+    """What a front knows of adapters: there are none on several ranks, and a model there is not tuned."""
+
+    alone = False
+    listed: Sequence[Any] = ()
+
+    def load(self, name: str, folder: object) -> Any:
+        raise Unsupported(f"The adapter '{name}' cannot be loaded: several ranks serve their model as it is.")
+
+    def drop(self, name: str) -> int:
+        raise UsageError(f"There is no adapter '{name}' here.", param="model")
+
+
 class FrontEngine:
     """What callers ask of an engine: facts, the tokenizer, figures, embeddings."""
 
@@ -107,6 +120,7 @@ class FrontEngine:
         self.loaded = facts
         self.tokenizer = tokenizer
         self.config = config
+        self.adapters = NoAdapters()
 
     def stats(self) -> dict[str, Any]:
         """Rank 0's figures as it last told them; while there is no rank, its requests wait here."""
@@ -118,7 +132,9 @@ class FrontEngine:
     def limit_cache(self, limit_bytes: int) -> None:
         """Nothing: ranks have agreed on their memory among themselves, and take none of this process's."""
 
-    def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
+        if adapter is not None:
+            self.adapters.load(adapter, None)
         found: list[list[float]] = self._worker.embed(batch)
         return found
 
@@ -199,6 +215,10 @@ class FrontWorker:
         self._refuse_if_gone()
         threading.Thread(target=run, daemon=True).start()
         return future
+
+    def beside(self, work: Callable[[Any], Any]) -> Any:
+        """Raises Unsupported: no device is here to do it on."""
+        raise Unsupported("Ranks that serve a model do no other work beside it.", param="model")
 
     def embed(self, batch: list[list[int]]) -> list[list[float]]:
         """Vectors by rank 0's engine. Raises RankFailed while there is none, and what it raises."""
