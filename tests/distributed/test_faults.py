@@ -120,7 +120,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     marked = Marked(tmp_path_factory.mktemp("served"))
     made = None
     try:
-        made = Server(marked, model, "-n", "2", "--deadline", "6", "--sweep", "0.2", "--restarts", "9")
+        options = ["-n", "2", "--split", "tensor:2", "--deadline", "6", "--sweep", "0.2", "--restarts", "9"]
+        made = Server(marked, model, *options)
         yield made
         assert made.stop() == 0, "".join(made.said)
         marked.nobody_is_left()
@@ -251,7 +252,8 @@ def test_nothing_is_left_when_launcher_or_front_die(marked: Marked, model: Path,
 # -- before anything runs -----------------------------------------------------------------------------------------
 
 
-def test_one_changed_tensor_is_refused_by_name(marked: Marked, model: Path) -> None:
+@pytest.mark.parametrize("split", ["tensor:2", "pipeline:1,2"])
+def test_one_changed_tensor_is_refused_by_name(marked: Marked, model: Path, split: str) -> None:
     import mlx.core as mx
 
     other = marked.folder / "elsewhere" / "llama"
@@ -265,7 +267,7 @@ def test_one_changed_tensor_is_refused_by_name(marked: Marked, model: Path) -> N
     hosts.write_text(
         json.dumps([{"ssh": host, "ips": ["127.0.0.1"], "folder": str(folder)} for host, folder in entries])
     )
-    done = generate(marked, model, "--hosts", str(hosts))
+    done = generate(marked, model, "--hosts", str(hosts), "--split", split)
     assert done.returncode == 76 and done.stdout == ""
     assert "rank 1 (mac2) has another tensor model.layers.1.self_attn.o_proj.weight" in done.stderr
     assert "than rank 0 (mac1)" in done.stderr and done.stderr.count("another tensor") == 1
