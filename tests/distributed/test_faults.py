@@ -179,18 +179,26 @@ def test_two_requests_at_once(server: Server, alone: LLM) -> None:
 @pytest.mark.parametrize(
     ("number", "rank", "words"),
     [
-        (signal.SIGKILL, 1, r"Rank 1 \(local1\) was killed by SIGKILL; it had completed step \d+\."),
-        (signal.SIGKILL, 0, r"Rank 0 \(local0\) was killed by SIGKILL; it had completed step \d+\."),
+        (
+            signal.SIGKILL,
+            1,
+            r"Rank 1 \(local1\) was killed by SIGKILL; it had completed (no step|step \d+)\.",
+        ),
+        (
+            signal.SIGKILL,
+            0,
+            r"Rank 0 \(local0\) was killed by SIGKILL; it had completed (no step|step \d+)\.",
+        ),
         (
             signal.SIGSTOP,
             1,
-            r"Rank 1 \(local1\) has given no sign of life for 6 s; it had completed step \d+\.",
+            r"Rank 1 \(local1\) has given no sign of life for 6 s; it had completed (no step|step \d+)\.",
         ),
         (
             signal.SIGUSR1,
             1,
             r"Rank 1 \(local1\) no longer has the weights it loaded: "
-            r"model\.layers\.2\.mlp\.down_proj\.weight has changed in its memory; it had completed step \d+\.",
+            r"model\.layers\.2\.mlp\.down_proj\.weight has changed in its memory; it had completed (no step|step \d+)\.",
         ),
     ],
     ids=["killed", "leader-killed", "stopped", "corrupted"],
@@ -260,7 +268,11 @@ def test_one_changed_tensor_is_refused_by_name(marked: Marked, model: Path, spli
     tiny.write(other, "llama", max_position_embeddings=CONTEXT)
     weights = dict(mx.load(str(other / "model.safetensors")))
     name = "model.layers.1.self_attn.o_proj.weight"
-    weights[name] = weights[name] + (mx.arange(weights[name].size).reshape(weights[name].shape) == 70)
+    rows, columns = weights[name].shape
+    last = (
+        mx.arange(rows * columns).reshape(rows, columns) == columns - 1
+    )  # one number, of rank 1 in any split
+    weights[name] = weights[name] + last
     mx.save_safetensors(str(other / "model.safetensors"), weights, {"format": "mlx"})
     hosts = marked.folder / "hosts.json"
     entries = [("mac1", model.parent), ("mac2", other.parent)]
