@@ -198,7 +198,8 @@ def test_two_requests_at_once(server: Server, alone: LLM) -> None:
             signal.SIGUSR1,
             1,
             r"Rank 1 \(local1\) no longer has the weights it loaded: "
-            r"model\.layers\.2\.mlp\.down_proj\.weight has changed in its memory; it had completed (no step|step \d+)\.",
+            r"model\.layers\.2\.mlp\.down_proj\.weight has changed in its memory; "
+            r"it had completed (no step|step \d+)\.",
         ),
     ],
     ids=["killed", "leader-killed", "stopped", "corrupted"],
