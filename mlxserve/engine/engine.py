@@ -112,7 +112,8 @@ class Engine:
         self._shared = ranks is not None
         self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
-        self.adapters = Adapters(loaded, self.way, self._users_of, alone=ranks is None)
+        make_adapters = Adapters if ranks is None else ranks.make_adapters
+        self.adapters = make_adapters(loaded, self.way, self._users_of)
         self.runner = self._make_runner(ranks)
         self.runner.take_adapters(self.adapters.stack, self.adapters.id_of)
         self.scheduler = Scheduler(
@@ -158,8 +159,19 @@ class Engine:
         text = TextStream(self.tokenizer, request.params.stop, continues=self._goes_on(request))
         stream = _Stream(sequence, text, sink, deadline, constraint)
         self._streams[request.id] = self._of[sequence] = stream
+        if request.resume:
+            self._resume(stream)
         if constraint is not None:
             self._force(stream)
+
+    def _resume(self, stream: _Stream) -> None:
+        """Take up an answer where another engine left it: its tokens, and the state of text and grammar."""
+        tokens = list(stream.sequence.request.resume)
+        self.scheduler.force(stream.sequence, tokens, self.clock())
+        for token in tokens:
+            stream.text.push(token)
+            if stream.constraint is not None:
+                stream.constraint.accept(token)
 
     def _goes_on(self, request: Request) -> bool:
         """True where the answer is one text with the prompt's; a prompt of special tokens has none."""
@@ -439,7 +451,7 @@ class Engine:
 
     def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """The mean of the trunk's last hidden states of each sequence, scaled to length 1."""
-        number = 0 if adapter is None else self.adapters.id_of(self.adapters.digest(adapter))
+        digest = None if adapter is None else self.adapters.digest(adapter)
         if not isinstance(self.runner.model, PagedModel):
             raise Unsupported(f"{self.loaded.name} gives no embeddings: its layers cannot be read apart.")
         for ids in batch:
@@ -449,9 +461,7 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
-        if number:
-            return [self.runner.embed_through(ids, number) for ids in batch]
-        return [self.runner.embed(ids) for ids in batch]
+        return [self.runner.embed(ids, digest) for ids in batch]
 
     # -- set-up and figures ----------------------------------------------------------------------------------
 
