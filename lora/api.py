@@ -16,19 +16,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxserve import display
 from mlxserve.errors import UsageError
 from mlxserve.lora.base import Base, open_base
 from mlxserve.lora.config import RunConfig, from_dict, read_config, to_dict
 from mlxserve.lora.data import Dataset, load_all
 from mlxserve.lora.layers import add_adapters
-from mlxserve.lora.logs import Event, Files, other_logger, plot
+from mlxserve.lora.logs import Event, Files, other_logger
 from mlxserve.lora.plan import Plan, plan_run
+from mlxserve.lora.plot import plot
 from mlxserve.lora.train import Outcome, Trainer
 
 Generate = Callable[[Base, str, int], str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Result:
     """What a run left. In Jupyter it shows its loss curve; `adapter` is the folder to serve or fuse."""
 
@@ -42,8 +44,23 @@ class Result:
         """Every step's and evaluation's figures."""
         return self.outcome.history
 
-    def _repr_svg_(self) -> str | None:
-        return plot(self.history) if self.history else None
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name} {value}" for name, value in self._facts())
+        return f"<Result: {facts}>"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        outcome = self.outcome
+        losses = {"last training loss": outcome.last_loss, "best held-out loss": outcome.best_loss}
+        return [
+            ("ended", f"{outcome.why} after {outcome.steps} steps"),
+            *((name, f"{loss:.4f}") for name, loss in losses.items() if loss is not None),
+            ("adapter", str(self.adapter)),
+        ]
+
+    def _repr_html_(self) -> str:
+        """How it ended above the curves, in the notebook's own text colour."""
+        table = display.facts(self._facts(), "Fine-tuning")
+        return table + (plot(self.history, inline=True) if self.history else "")
 
 
 @dataclass(slots=True)

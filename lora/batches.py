@@ -16,13 +16,13 @@ import numpy as np
 
 from mlxserve.lora.data import Pair, Sample
 
-STEP = 32  # widths are multiples of it up to 8 times it, then eight a doubling
+STEP, STEPS = 8, 16  # widths are multiples of 8 up to 128, then eight a doubling
 
 
 def width_of(length: int) -> int:
-    """The padded width of a row: few enough widths that compiled steps are reused."""
+    """The padded width of a row: few enough widths that compiled steps are reused, few per cent wasted."""
     step = STEP
-    while length > 8 * step:
+    while length > STEPS * step:
         step *= 2
     return -(-length // step) * step
 

@@ -1,17 +1,18 @@
 """Who watches a run: metrics.jsonl, samples.jsonl, an SVG of loss and learning rate, other loggers.
 
-Knows: events as the trainer tells them. Draws by hand, readable on light and dark pages.
+Knows: events as the trainer tells them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import DependencyMissing
 from mlxserve.lora.checkpoint import write_file
+from mlxserve.lora.plot import plot
 
 Event = dict[str, Any]
 Watch = Callable[[Event], None]
@@ -108,57 +109,3 @@ def _wandb(folder: Path, settings: dict[str, Any]) -> Watch:
             run.log({f"{event['kind']}/{k}": v for k, v in _numbers(event).items()}, step=event["step"])
 
     return watch
-
-
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 720, 360, 56, 28, 44
-STYLE = (
-    "text{font:12px system-ui,sans-serif;fill:#777}.axis{stroke:#999;stroke-width:1}"
-    ".train{stroke:#2a6fdb}.valid{stroke:#d9480f}.rate{stroke:#868e96;stroke-dasharray:4 3}"
-    "path{fill:none;stroke-width:1.6}circle{fill:#d9480f}"
-    "@media(prefers-color-scheme:dark){text{fill:#ccc}.axis{stroke:#666}"
-    ".train{stroke:#74a9ff}.valid{stroke:#ff922b}circle{fill:#ff922b}}"
-)
-
-
-def plot(events: Sequence[Event]) -> str:
-    """An SVG of training loss, held-out loss and learning rate over steps."""
-    steps = [event for event in events if event["kind"] == "step"]
-    evals = [event for event in events if event["kind"] == "eval"]
-    losses = [event["loss"] for event in [*steps, *evals]]
-    last = max(event["step"] for event in events)
-    low, high = min(losses), max(losses)
-    high = high if high > low else low + 1
-    top_rate = max((event["lr"] for event in steps), default=1.0) or 1.0
-
-    def x(step: int) -> float:
-        return LEFT + (WIDTH - 2 * LEFT) * step / max(1, last)
-
-    def y(share: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - share)
-
-    def line(kind: str, points: Sequence[tuple[float, float]]) -> str:
-        path = " ".join(f"{'L' if i else 'M'}{px:.1f} {py:.1f}" for i, (px, py) in enumerate(points))
-        return f'<path class="{kind}" d="{path}"/>' if points else ""
-
-    def losses_of(chosen: Sequence[Event]) -> list[tuple[float, float]]:
-        return [(x(event["step"]), y((event["loss"] - low) / (high - low))) for event in chosen]
-
-    rates = [(x(event["step"]), y(event["lr"] / top_rate)) for event in steps]
-    dots = "".join(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in losses_of(evals))
-    bottom, right = HEIGHT - BOTTOM, WIDTH - LEFT
-    labels = [
-        (LEFT - 6, TOP + 4, "end", f"{high:.3g}"),
-        (LEFT - 6, bottom, "end", f"{low:.3g}"),
-        (right + 6, TOP + 4, "start", f"{top_rate:.1e}"),
-        (right + 6, bottom, "start", "0"),
-        (LEFT, bottom + 18, "start", "0"),
-        (right, bottom + 18, "end", f"step {last}"),
-        (LEFT, TOP - 10, "start", "loss: training (line), held out (dots); learning rate (dashed, right)"),
-    ]
-    words = "".join(f'<text x="{a}" y="{b}" text-anchor="{c}">{d}</text>' for a, b, c, d in labels)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f"<title>Loss and learning rate</title><style>{STYLE}</style>"
-        f'<path class="axis" d="M{LEFT} {TOP}V{bottom}H{right}V{TOP}"/>'
-        f"{line('rate', rates)}{line('train', losses_of(steps))}{line('valid', losses_of(evals))}{dots}{words}</svg>"
-    )

@@ -59,6 +59,29 @@ class Outcome:
     history: list[Event] = field(default_factory=list)
 
 
+def epoch_plan(config: RunConfig, data: Dataset, epoch: int) -> list[list[int]]:
+    """Item numbers of each micro-batch of an epoch, in training order."""
+    settings = config.train
+    return plan_epoch(
+        data.lengths,
+        budget=settings.tokens_per_batch,
+        seed=settings.seed,
+        epoch=epoch,
+        rows_per_batch=settings.rows_per_batch,
+        packing=settings.packing,
+        per_item=2 if settings.objective != "sft" else 1,
+    )
+
+
+def count_steps(config: RunConfig, data: Dataset, processes: int = 1) -> int:
+    """Optimiser steps of a whole run."""
+    settings = config.train
+    if settings.steps is not None:
+        return settings.steps
+    window = settings.accumulate * processes
+    return sum(math.ceil(len(epoch_plan(config, data, epoch)) / window) for epoch in range(settings.epochs))
+
+
 class Trainer:
     """Trains `model` (adapters already in it) on `train`.
 
@@ -96,7 +119,7 @@ class Trainer:
         self.optimizer = Optimizer(config, self.stepper.masters)
         self.saver = Saver(run, config, self.stepper, self.optimizer, self.share, base)
         self.state = State(data=train.digest(), settings=_fingerprint(config))
-        self.total_steps = self._count_steps()
+        self.total_steps = count_steps(config, train, self.share.size)
         self.rate = schedule(config.train, self.total_steps)
         self.references = [self._reference(data) for data in (train, valid)]
         self.history: list[Event] = []
@@ -106,25 +129,7 @@ class Trainer:
     # The plan.
 
     def _plan(self, data: Dataset, epoch: int) -> list[list[int]]:
-        settings = self.config.train
-        return plan_epoch(
-            data.lengths,
-            budget=settings.tokens_per_batch,
-            seed=settings.seed,
-            epoch=epoch,
-            rows_per_batch=settings.rows_per_batch,
-            packing=settings.packing,
-            per_item=2 if settings.objective != "sft" else 1,
-        )
-
-    def _count_steps(self) -> int:
-        window = self.config.train.accumulate * self.share.size
-        if self.config.train.steps is not None:
-            return self.config.train.steps
-        return sum(
-            math.ceil(len(self._plan(self.train_data, epoch)) / window)
-            for epoch in range(self.config.train.epochs)
-        )
+        return epoch_plan(self.config, data, epoch)
 
     def _batch(self, data: Dataset, numbers: list[int]) -> Batch:
         return make_batch(data.items, numbers, self.config.train.packing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -85,10 +86,72 @@ def test_from_rows_to_a_fused_model(
     assert (tmp_path / "fused" / "tokenizer.json").is_file()
 
 
+def test_what_is_said_before_training(
+    tiny_llama: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _settings(tiny_llama, rows, tmp_path / "run", "lora.rank=4", "lora.alpha=8")
+    assert main(["lora", "train", "--dry-run", *settings]) == 0
+    said = capsys.readouterr().err
+    for words in (
+        "train: 5 of 5 rows (5 completion); dropped: none",
+        "valid: 1 of 1 rows",
+        "#### 2",
+        "lora of rank 4, scale 2",
+        "2 steps of 1 × up to 64 tokens",
+        "of the machine's",
+    ):
+        assert words in said
+    assert not (tmp_path / "run").exists()
+    assert main(["lora", "plan", *settings]) == 0
+    assert "tokens in 2 steps: at least" in capsys.readouterr().out
+
+
+def test_samples_are_written_while_training(tiny_llama: Path, tmp_path: Path, rows: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("one?\n\ntwo?\n")
+    more = ("eval.every=1", f"eval.samples={tmp_path / 'prompts.txt'}", "eval.sample_tokens=3")
+    assert main(["lora", "train", *_settings(tiny_llama, rows, tmp_path / "run", *more)]) == 0
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (1, "one?"),
+        (1, "two?"),
+        (2, "one?"),
+        (2, "two?"),
+    ]
+
+
+def test_the_bar_shows_figures_and_what_happens_between() -> None:
+    from rich.console import Console
+
+    from mlxserve.cli.lora_show import Bar
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    bar = Bar(console)
+    step = {"kind": "step", "step": 3, "steps": 9, "loss": 1.5, "lr": 1e-4, "grad_norm": 0.5}
+    step |= {"tokens_per_s": 200.0, "padding": 0.02, "active_bytes": 2**30, "peak_bytes": 2**31}
+    bar(step)
+    bar({"kind": "eval", "step": 3, "loss": 1.25, "best": True})
+    bar.close()
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    for words in ("3/9", "loss 1.5000", "held-out loss 1.2500 (best)", "peak 2.0 GiB", "padding 2%"):
+        assert words in shown
+
+
+def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lora", "recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in RECIPES)
+    for name in RECIPES:
+        assert main(["lora", "recipes", name]) == 0
+        assert "save: {dir: runs/" in capsys.readouterr().out
+
+
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lora", "train", "--set", "lora.ranc=3"]) == 2
     assert "did you mean 'rank'" in capsys.readouterr().err
     assert main(["lora", "train", "-c", "nothing.yaml"]) == 2
     assert "qlora-chat" in capsys.readouterr().err
+    assert main(["lora", "plan"]) == 2
+    assert "No model is named" in capsys.readouterr().err
     assert main(["lora", "info", str(tmp_path / "no")]) == 3
     assert "no adapter folder" in capsys.readouterr().err

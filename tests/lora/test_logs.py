@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from mlxserve.errors import DependencyMissing
-from mlxserve.lora.logs import Files, other_logger, plot
+from mlxserve.lora.logs import Files, other_logger
+from mlxserve.lora.plot import plot
 
 
 def _step(step: int) -> dict[str, Any]:
@@ -39,8 +42,32 @@ def test_plot_is_an_image_for_light_and_dark(evals: int) -> None:
     assert "prefers-color-scheme:dark" in plot(events)
 
 
-def test_one_step_can_be_drawn() -> None:
-    ElementTree.fromstring(plot([_step(1)]))
+def test_what_is_drawn_stays_inside_and_labels_are_round() -> None:
+    events = [_step(step) for step in range(1, 6)]
+    root = ElementTree.fromstring(plot(events))
+    path = next(node.get("d") for node in root.iter() if node.get("class") == "train")
+    assert path is not None
+    drawn = [float(x) for x in path.replace("M", "").replace("L", "").split()]
+    assert all(56 <= x <= 656 for x in drawn[::2]) and all(36 <= y <= 324 for y in drawn[1::2])
+    assert drawn[1::2] == sorted(drawn[1::2])  # a falling loss goes down the page
+    words = [node.text for node in root.iter() if node.tag.endswith("text")]
+    assert {"1", "2", "3", "4", "5", "step 5"} <= set(words)
+
+
+@pytest.mark.parametrize("losses", [[3.0], [2.0, 2.0], [0.0], [float("nan")], [1e-9, 1e9], []])
+def test_any_losses_can_be_drawn(losses: list[float]) -> None:
+    for inline in (False, True):
+        ElementTree.fromstring(
+            plot([{**_step(i + 1), "loss": loss} for i, loss in enumerate(losses)], inline=inline)
+        )
+
+
+def test_inside_a_page_it_leaves_the_pages_style_alone() -> None:
+    """Every rule is bound to its own class, and no colour scheme is guessed."""
+    root = ElementTree.fromstring(plot([_step(1)], inline=True))
+    style = next(node.text for node in root.iter() if node.tag.endswith("style"))
+    assert style is not None and "@media" not in style
+    assert all(rule.startswith(".mlxserve-loss ") for rule in style.split("}") if rule)
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
@@ -50,3 +77,35 @@ def test_absent_loggers_say_how_to_get_them(
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(DependencyMissing, match=f"pip install {package}"):
         other_logger(name, tmp_path, {})
+
+
+def test_tensorboard_and_wandb_are_told_every_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Stand-ins with the two calls of each library that are used."""
+    told: list[tuple[str, str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path / "tensorboard")
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append(("tensorboard", name, value, step))
+
+        def flush(self) -> None:
+            told.append(("tensorboard", "flush", 0, 0))
+
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            told.extend(("wandb", name, value, step) for name, value in values.items())
+
+    def init(dir: str, config: dict[str, Any]) -> Run:
+        assert (dir, config) == (str(tmp_path), {"model": "m"})
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Writer))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    for name in ("tensorboard", "wandb"):
+        watch = other_logger(name, tmp_path, {"model": "m"})
+        watch(_step(2))
+        watch({"kind": "sample", "step": 2, "text": "x"})
+        assert (name, "step/loss", 2.5, 2) in told and (name, "step/lr", 0.1, 2) in told
+    assert not any("sample" in name for _, name, _, _ in told)
