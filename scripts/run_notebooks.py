@@ -26,7 +26,7 @@ LANGUAGE = {"name": "python"}
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def execute(path: Path, timeout_s: int = 300) -> nbformat.NotebookNode:
+def execute(path: Path, timeout_s: int = 600) -> nbformat.NotebookNode:
     """The notebook with the outputs of a new run. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
