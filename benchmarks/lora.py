@@ -4,7 +4,7 @@ Each side trains in a process of its own, so that peaks do not mix, without MLX'
 would call a C++ compiler for each new width. Prints ratios, ours over theirs: tokens that were trained a
 second, and peak memory plus cache with checkpointing on.
 
-    python benchmarks/lora.py [--loads gsm8k,wikisql,equal,memory] [--runs 3]
+    python benchmarks/lora.py [--loads gsm8k,wikisql,equal,memory] [--runs 3] [--quick]
 
 --model: a folder in Hugging Face or MLX layout; without it SmolLM2-135M in float32. --data (MLXSERVE_DATA):
 holds wikisql/train.jsonl and gsm8k/train.jsonl.
@@ -228,12 +228,13 @@ def six_layers() -> str:
     return str(folder)
 
 
-def compare(model: str, data: Path, loads: list[str], runs: int) -> Table:
+def compare(model: str, data: Path, loads: list[str], runs: int, most: int | None = None) -> Table:
+    """most: of each load's rows."""
     table = Table("load", "measure", "wanted", "ratio to mlx-lm")
     for name in loads:
         title, make, count, masked, budget, checkpointing = LOADS[name]
         trained = six_layers() if name == "memory" else model
-        job = {"model": trained, "rows": make(data, count), "masked": masked}
+        job = {"model": trained, "rows": make(data, min(count, most or count)), "masked": masked}
         job |= {"max_seq": EQUAL if name == "equal" else 1024}
         mine, other = _both({**job, "budget": budget, "checkpointing": checkpointing}, runs)
         assert mine[0]["parameters"] == other[0]["parameters"]
@@ -267,6 +268,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few rows, one run, to see that it works")
     parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -275,7 +277,8 @@ def main() -> None:
         print(json.dumps((ours if args.side == "ours" else theirs)(job)))
         return
     model = args.model or str(smollm2_folder())
-    table = compare(model, args.data, args.loads.split(","), args.runs)
+    loads = args.loads.split(",")
+    table = compare(model, args.data, loads, *((1, 8) if args.quick else (args.runs, None)))
     name = args.model or "SmolLM2-135M in float32"
     table.print(f"Fine-tuning {name}, LoRA of rank {RANK} on all linear layers")
 

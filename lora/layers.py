@@ -21,10 +21,11 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxserve.errors import UsageError
-from mlxserve.kernels_metal import dispatch
 from mlxserve.kernels_metal.layers import GGUFLinear
 from mlxserve.lora.config import LoraConfig
-from mlxserve.models.definitions import import_definition
+from mlxserve.models.linear import dense_weight as dense_weight
+from mlxserve.models.linear import is_linear, is_switch
+from mlxserve.models.linear import linear_shape as linear_shape
 
 ATTENTION = (
     "q_proj",
@@ -37,7 +38,6 @@ ATTENTION = (
     "c_attn",
     "query_key_value",
 )
-ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 
 
 class Adapted(nn.Module):
@@ -147,33 +147,6 @@ class LoRASwitchLinear(Adapted):
 # The frozen weights.
 
 
-def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer in any form."""
-    if isinstance(layer, nn.QuantizedLinear):
-        return layer.weight.shape[1] * 32 // layer.bits, layer.weight.shape[0]
-    if isinstance(layer, GGUFLinear):
-        return layer.input_dims, layer.output_dims
-    return layer.weight.shape[1], layer.weight.shape[0]
-
-
-def dense_weight(layer: nn.Module) -> mx.array:
-    """The weight as plain numbers: (out, in), or (experts, out, in)."""
-    if hasattr(layer, "kind") and layer["weight"].dtype == mx.uint8:
-        return dispatch.gguf_dequantize(layer["weight"], layer.kind)
-    if not hasattr(layer, "bits"):
-        return layer["weight"]
-    extra = {"global_scale": layer["global_scale"]} if layer.get("global_scale") is not None else {}
-    return mx.dequantize(
-        layer["weight"],
-        layer["scales"],
-        layer.get("biases"),
-        layer.group_size,
-        layer.bits,
-        layer.mode,
-        **extra,
-    )
-
-
 def _dense_on_demand(layer: nn.Module) -> Callable[[mx.array], mx.array]:
     """x -> x Wᵀ whose W is unpacked for each product and let go: never two of them at once, nor one kept
     from the forward to the backward pass."""
@@ -260,7 +233,7 @@ def find_targets(model: nn.Module, config: LoraConfig) -> list[str]:
                 f"lora.layers is {config.layers}, the model has {len(blocks)}.", param="lora.layers"
             )
         blocks = blocks[-config.layers :]
-    paths = [path for path, module in model.named_modules() if _is_linear(module)]
+    paths = [path for path, module in model.named_modules() if _adaptable(module)]
     inside = [path for path in paths if any(path.startswith(block + ".") for block in blocks)]
     chosen = _chosen(inside, paths, config.targets)
     order = {path: i for i, path in enumerate(paths)}
@@ -306,18 +279,13 @@ def block_paths(model: nn.Module) -> list[str]:
     return [where[id(layer)] for layer in layers if id(layer) in where]
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.QuantizedLinear | GGUFLinear) or _is_switch(module)
-
-
-def _is_switch(module: nn.Module) -> bool:
-    switch = import_definition("switch_layers")
-    return isinstance(module, switch.SwitchLinear | switch.QuantizedSwitchLinear)
+def _adaptable(module: nn.Module) -> bool:
+    return is_linear(module) or is_switch(module)
 
 
 def adapt(layer: nn.Module, kind: str, rank: int, scale: float, dropout: float = 0.0) -> Adapted:
     """The adapted form of one layer. Raises UsageError where the kind of adapter does not exist for it."""
-    if _is_switch(layer):
+    if is_switch(layer):
         if kind == "dora":
             raise UsageError(
                 "DoRA is not defined for layers of experts; use lora.type=lora.", param="lora.type"

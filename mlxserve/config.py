@@ -88,7 +88,10 @@ class ServerConfig:
     nothing for so long is given up. drain_s: time running answers get after a stop signal.
     keep_alive_s: idle time after which a model that was loaded on demand is unloaded; None for never.
     load_wait_s: how long a request waits for running models to make room. memory_bytes: budget of all
-    loaded models together; None asks the machine. log_prompts: texts in the log, never by default.
+    loaded models together; None asks the machine. adapter_dirs: where callers may load adapters from; empty
+    means anywhere, as long as the server is bound to loopback. data_dir: uploaded files, fine-tuning jobs and
+    what they trained; None keeps none of them. max_file_bytes, stored_file_bytes: of one upload, and of all.
+    log_prompts: texts in the log, never by default.
     """
 
     host: str = "127.0.0.1"
@@ -108,5 +111,10 @@ class ServerConfig:
     memory_bytes: int | None = None
     stored_responses: int = 512
     stored_response_bytes: int = 64 * MIB
+    adapter_dirs: tuple[Path, ...] = ()
+    data_dir: Path | None = None
+    max_file_bytes: int = 512 * MIB
+    stored_file_bytes: int = 4 * GIB
+    upload_timeout_s: float = 600.0
     log_format: str = "text"
     log_prompts: bool = False

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxserve.cli import common
-from mlxserve.cli.options import load_options, model_option, sampling_options
+from mlxserve.cli.options import adapter_option, load_options, model_option, sampling_options
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.request import SamplingParams
@@ -80,14 +80,20 @@ def _is_message(value: Any) -> bool:
 
 @click.command()
 @model_option
+@adapter_option
 @click.option("--system", metavar="TEXT", help="The system message.")
 @sampling_options
 @load_options
 def chat(
-    model: str, system: str | None, params: SamplingParams, load: LoadConfig, engine: EngineConfig
+    model: str,
+    adapter: Path | None,
+    system: str | None,
+    params: SamplingParams,
+    load: LoadConfig,
+    engine: EngineConfig,
 ) -> None:
     """Hold a conversation in the terminal."""
-    with common.open_llm(model, load, engine) as llm, _line_history():
+    with common.open_llm(model, load, engine, adapter) as llm, _line_history():
         common.require_template(llm, raw=False)
         if sys.stdin.isatty():
             common.say(f"{llm.name}, {llm.context:,} tokens of context. /help for help, Ctrl-D to leave.")

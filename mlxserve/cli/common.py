@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,12 +21,17 @@ from mlxserve.request import Metrics, Output
 if TYPE_CHECKING:
     from mlxserve.engine.llm import LLM
 
+ADAPTER = "given"  # the name inside this process of what --adapter names
+
 
 @contextmanager
-def open_llm(model: str, load: LoadConfig, engine: EngineConfig) -> Iterator[LLM]:
+def open_llm(
+    model: str, load: LoadConfig, engine: EngineConfig, adapter: Path | None = None
+) -> Iterator[LLM]:
     """The model, ready to generate; what was done other than asked is said on standard error.
 
-    Raises DependencyMissing where MLX cannot be loaded, and what `LLM` raises.
+    adapter: a folder with the LoRA adapter that answers. Raises DependencyMissing where MLX cannot be loaded,
+    and what `LLM` raises.
     """
     from mlxserve.models.backend import check_backend
 
@@ -35,6 +41,11 @@ def open_llm(model: str, load: LoadConfig, engine: EngineConfig) -> Iterator[LLM
     with LLM(model, load=load, engine=engine) as llm:
         for note in llm.notes:
             say(note)
+        if adapter is not None:
+            note = llm.load_adapter(ADAPTER, adapter).note
+            llm.adapter = ADAPTER
+            if note:
+                say(note)
         yield llm
 
 

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mlxserve.cli import common
-from mlxserve.cli.options import load_options, model_option, sampling_options, structure_options
+from mlxserve.cli.options import (
+    adapter_option,
+    load_options,
+    model_option,
+    sampling_options,
+    structure_options,
+)
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.errors import UsageError
 from mlxserve.request import Delta, Output, SamplingParams
@@ -28,6 +34,7 @@ TITLE_CHARS = 60
 
 @click.command()
 @model_option
+@adapter_option
 @click.option("-p", "--prompt", multiple=True, metavar="TEXT", help="May be repeated; - is standard input.")
 @click.option("--system", metavar="TEXT", help="The system message.")
 @click.option("--raw", is_flag=True, help="Complete the prompt as it is, without the chat template.")
@@ -41,6 +48,7 @@ TITLE_CHARS = 60
 @load_options
 def generate(
     model: str,
+    adapter: Path | None,
     prompt: tuple[str, ...],
     system: str | None,
     raw: bool,
@@ -65,10 +73,10 @@ def generate(
         raise UsageError("--logprobs needs --json, where it can be shown.", param="logprobs")
     params = replace(params, logprobs=logprobs, **structure)
     if input is not None or output is not None:
-        _run_file(model, load, engine, prompt, input, output, params, system, raw)
+        _run_file(model, adapter, load, engine, prompt, input, output, params, system, raw)
         return
     prompts = read_prompts(prompt)
-    with common.open_llm(model, load, engine) as llm:
+    with common.open_llm(model, load, engine, adapter) as llm:
         common.require_template(llm, raw)
         if len(prompts) == 1 and not as_json:
             _stream_one(llm, _start(llm, prompts[0], system, raw, params), quiet)
@@ -152,6 +160,7 @@ def _title(prompt: str) -> str:
 
 def _run_file(
     model: str,
+    adapter: Path | None,
     load: LoadConfig,
     engine: EngineConfig,
     prompt: tuple[str, ...],
@@ -170,7 +179,7 @@ def _run_file(
     rows = read_rows(source, params, system, raw)
     results = open_results(target, rows)
     if results.missing:
-        with common.open_llm(model, load, engine) as llm:
+        with common.open_llm(model, load, engine, adapter) as llm:
             common.require_template(llm, raw)
             run_rows(llm, results, at_once=engine.max_sequences)
     results.finish()

@@ -36,6 +36,16 @@ def model_option(command: Command) -> Command:
     )(command)
 
 
+def adapter_option(command: Command) -> Command:
+    """`--adapter`, passed on as `adapter`."""
+    return click.option(
+        "--adapter",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Answer through this LoRA adapter (mlx-lm's or PEFT's format).",
+    )(command)
+
+
 def load_options(command: Command) -> Command:
     """How the model is loaded and run; passed on as `load` and `engine`."""
 

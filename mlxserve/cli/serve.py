@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from mlxserve.cli.common import say
 from mlxserve.cli.options import load_options
@@ -74,6 +76,23 @@ class Plan:
     metavar="MODEL",
     help=f"Load this model at the start; may be repeated.  [default: {DEFAULT_MODEL}]",
 )
+@click.option(
+    *("--adapter", "adapters"),
+    multiple=True,
+    metavar="NAME=FOLDER",
+    help="Serve a LoRA adapter as MODEL@NAME, on the first model (or MODEL@NAME=FOLDER); may be repeated.",
+)
+@click.option(
+    *("--adapter-dir", "adapter_dirs"),
+    multiple=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where callers may load adapters from.  [default: anywhere, while only this machine can call]",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="For uploaded files and fine-tuning jobs.  [default: ~/.local/share/mlxserve]",
+)
 @click.option("--pin", is_flag=True, help="Keep the models named here in memory, whatever else is asked for.")
 @click.option("--host", help=f"The address to listen on.  [default: {DEFAULTS.host}]")
 @click.option("--port", type=click.IntRange(0, 65535), help=f"[default: {DEFAULTS.port}]")
@@ -101,7 +120,14 @@ class Plan:
 @click.option("--log-prompts", is_flag=True, default=None, help="Write what is asked into the log.")
 @load_options
 @click.pass_context
-def serve(ctx: click.Context, models: tuple[str, ...], pin: bool, config: Path | None, **flags: Any) -> None:
+def serve(
+    ctx: click.Context,
+    models: tuple[str, ...],
+    adapters: tuple[str, ...],
+    pin: bool,
+    config: Path | None,
+    **flags: Any,
+) -> None:
     """Serve models over HTTP.
 
     OpenAI's, Anthropic's and Ollama's APIs, and a chat page at the address itself. Stop it with Ctrl-C.
@@ -112,7 +138,7 @@ def serve(ctx: click.Context, models: tuple[str, ...], pin: bool, config: Path |
     }
     given = {name: flags[name] for name in said if flags[name] not in (None, ())}
     plan = make_plan(models, pin, config, given, load, engine, _said_of_loading(ctx))
-    _start(plan)
+    _start(with_adapters(plan, adapters))
 
 
 _LOADING = {
@@ -150,12 +176,36 @@ def make_plan(
     running = {name: value for name, value in given.items() if name in EngineConfig.__dataclass_fields__}
     plan = Plan(
         chosen or (ModelChoice(name=DEFAULT_MODEL, pin=pin),),
-        replace(ServerConfig(), **{**file.section("server"), **server}),
+        replace(ServerConfig(), **{"data_dir": _data_dir(), **file.section("server"), **server}),
         replace(load, **_unless_said(file.section("load"), "load", said)),
         replace(engine, **{**_unless_said(file.section("engine"), "engine", said), **running}),
     )
     _check(plan.server)
     return plan
+
+
+def _data_dir() -> Path:
+    """Where XDG's rules put a program's data."""
+    root = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(root) / "mlxserve"
+
+
+def with_adapters(plan: Plan, said: Sequence[str]) -> Plan:
+    """The plan with `[MODEL@]NAME=FOLDER` of the command line. Raises UsageError that names what is wrong."""
+    chosen = {choice.name: dict(choice.adapters) for choice in plan.models}
+    for text in said:
+        where, equals, folder = text.partition("=")
+        base, _, name = where.rpartition("@")
+        base = base or plan.models[0].name
+        if not equals or not name or not folder:
+            raise UsageError(f"--adapter takes NAME=FOLDER, not {text!r}.", param="adapter")
+        if base not in chosen:
+            raise UsageError(f"--adapter {text}: {base} is none of the models to load.", param="adapter")
+        if name in chosen[base]:
+            raise UsageError(f"--adapter: {base} has two adapters called '{name}'.", param="adapter")
+        chosen[base][name] = folder
+    models = tuple(msgspec.structs.replace(c, adapters=chosen[c.name]) for c in plan.models)
+    return replace(plan, models=models)
 
 
 def _unless_said(values: Mapping[str, Any], section: str, said: set[tuple[str, str]]) -> dict[str, Any]:
@@ -190,6 +240,7 @@ def _set_up_log(server: ServerConfig) -> None:
 async def _serve(plan: Plan) -> None:
     import mlx.core as mx
 
+    from mlxserve.cli.trainer import JobTrainer
     from mlxserve.engine.memory import machine_budget
     from mlxserve.server.app import make_app
     from mlxserve.server.lifecycle import bind, serve, warnings_for
@@ -208,21 +259,27 @@ async def _serve(plan: Plan) -> None:
     )
     try:
         for choice in plan.models:
-            await _preload(models, loader.served[choice.name], choice.pin)
+            await _preload(models, loader.served[choice.name], choice)
         for warning in warnings_for(plan.server):
             say(f"Warning: {warning}")
         say(f"Listening on {_address(plan.server, listener.getsockname()[1])}")
-        await serve(make_app(plan.server, models), plan.server, listener)
+        app = make_app(plan.server, models, JobTrainer())
+        await serve(app, plan.server, listener)
     finally:
         await models.close()
         listener.close()
 
 
-async def _preload(models: Any, name: str, pin: bool) -> None:
-    entry = await models.preload(name, pinned=pin)
+async def _preload(models: Any, name: str, choice: ModelChoice) -> None:
+    entry = await models.preload(name, pinned=choice.pin)
     for note in getattr(entry.engine, "notes", ()):
         say(note)
     say(f"{name}: {show_bytes(entry.card.needed_bytes)}, {entry.engine.context:,} tokens of context")
+    for adapter, folder in choice.adapters.items():
+        known = await models.load_adapter(name, adapter, Path(folder).expanduser())
+        say(f"{known.id}: {known.info.kind} of rank {known.info.rank} on {known.info.layers} layers")
+        if known.info.note:
+            say(known.info.note)
 
 
 def _address(server: ServerConfig, port: int) -> str:

@@ -9,17 +9,22 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
+from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
 from mlxserve.engine.worker import Worker
-from mlxserve.errors import EngineStopped, MlxServeError
+from mlxserve.errors import EngineStopped, MlxServeError, Unsupported
+from mlxserve.models.share import shared_copy
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
 
 News = Delta | MlxServeError
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -94,9 +99,30 @@ class AsyncLLM:
             if not done:
                 self._worker.cancel(request.id)
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """A vector for each sequence of token ids: the mean of the trunk's last hidden states, length 1."""
-        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch)))
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch, adapter)))
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that requests may name, as of now."""
+        return self._engine.adapters.listed
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Put an adapter on the model between two steps; see `Adapters.load`."""
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.adapters.load(name, folder)))
+
+    async def drop_adapter(self, name: str) -> int:
+        """Take its name away; how many answers still use it, and go on to their end."""
+        return await asyncio.wrap_future(self._worker.call(lambda engine: engine.adapters.drop(name)))
+
+    async def shared_copy(self) -> TrainingBase:
+        """What a trainer needs of the model; its weights are the ones that are served."""
+        return await asyncio.wrap_future(self._worker.call(_training_base))
+
+    def beside(self, work: Callable[[Beside[T]], T]) -> Beside[T]:
+        """Long work in turns with the engine's steps; see `Worker.beside`."""
+        return self._worker.beside(work)
 
     async def limit_cache(self, limit_bytes: int) -> None:
         """As `Engine.limit_cache`; a limit that the configuration gave stays."""
@@ -106,6 +132,15 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the engine; running requests get EngineStopped."""
         await asyncio.to_thread(self._worker.close)
+
+
+def _training_base(engine: Engine) -> TrainingBase:
+    loaded = engine.loaded
+    if not engine.adapters.alone:
+        raise Unsupported("A model that several machines share is not fine-tuned here.", param="model")
+    return TrainingBase(
+        loaded.name, loaded.path, shared_copy(loaded.model), dict(loaded.config), engine.tokenizer
+    )
 
 
 class _Mailbox:

@@ -7,17 +7,20 @@ around a text (`Tokenizer.encode_for_embedding`). It generates nothing and says 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from mlxserve.errors import PromptTooLong, Unsupported
+from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.engine.beside import Beside, TrainingBase
+from mlxserve.errors import ModelNotFound, PromptTooLong, Unsupported
 from mlxserve.models.bert import LoadedEncoder, load_encoder
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 MOST_TOGETHER = 32
+T = TypeVar("T")
 
 
 class AsyncEncoder:
@@ -67,8 +70,28 @@ class AsyncEncoder:
         raise Unsupported(f"{self.name} is an embedding model; it generates no text.", param="model")
         yield Delta()
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return []
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Raises Unsupported: adapters are for language models."""
+        raise Unsupported(f"{self.name} is an embedding model; it takes no adapters.", param="model")
+
+    async def drop_adapter(self, name: str) -> int:
+        raise ModelNotFound(f"{self.name} has no adapter '{name}'.", param="model")
+
+    async def shared_copy(self) -> TrainingBase:
+        """Raises Unsupported: the trainer is for language models."""
+        raise Unsupported(f"{self.name} is an embedding model; it cannot be fine-tuned.", param="model")
+
+    def beside(self, work: Callable[[Beside[T]], T]) -> Beside[T]:
+        raise Unsupported(f"{self.name} is an embedding model; nothing runs beside it.", param="model")
+
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """One vector of length 1 for each text's token ids. Raises PromptTooLong beyond `context`."""
+        if adapter is not None:
+            raise ModelNotFound(f"{self.name} has no adapter '{adapter}'.", param="model")
         long = next((ids for ids in batch if len(ids) > self.context), None)
         if long is not None:
             raise PromptTooLong(

@@ -32,6 +32,7 @@ import numpy as np
 
 from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
+from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.memory import Sizes, bound_mlx, machine_budget, measure, page_groups, plan_memory
 from mlxserve.engine.runner import Drawn, Forward, Limits, Ranks, Runner, make_runner
 from mlxserve.engine.scheduler import Memory, Scheduler
@@ -111,7 +112,9 @@ class Engine:
         self._shared = ranks is not None
         self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
+        self.adapters = Adapters(loaded, self.way, self._users_of, alone=ranks is None)
         self.runner = self._make_runner(ranks)
+        self.runner.take_adapters(self.adapters.stack, self.adapters.id_of)
         self.scheduler = Scheduler(
             self.config,
             self.memory,
@@ -130,7 +133,8 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------
 
     def add(self, request: Request, sink: Sink, constraint: Constraint | None = None) -> None:
-        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses.
+        """Queue a request; its deltas, or one error, go to `sink`. Raises what the scheduler refuses, and
+        ModelNotFound for an adapter that is not loaded.
 
         constraint: the request's compiled grammar, where another thread has made it (`compile_grammar`).
         """
@@ -144,6 +148,8 @@ class Engine:
             )
         if constraint is None:
             constraint = self.compile_grammar(request.params)
+        if request.adapter is not None:
+            request = replace(request, adapter=self.adapters.digest(request.adapter))
         now = self.clock()
         sequence = self.scheduler.add(request, now)
         if self.persistence is not None:
@@ -204,6 +210,14 @@ class Engine:
         self.counters.busy_s += self.clock() - started
         if self.config.check and not self.has_work:
             self.scheduler.check()
+
+    def settle(self) -> None:
+        """Read and deliver the tokens on their way, so that the device is free for other work."""
+        try:
+            while self._pending:
+                self._commit_oldest()
+        except Exception as error:
+            self._recover(error)
 
     def _advance(self) -> None:
         if self.micro_batches:
@@ -370,6 +384,11 @@ class Engine:
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.sequence.request.id]
         del self._of[stream.sequence]
+        if stream.sequence.request.adapter is not None:
+            self.adapters.tidy()
+
+    def _users_of(self, digest: str) -> int:
+        return sum(s.sequence.request.adapter == digest for s in self._streams.values())
 
     def _expire(self) -> None:
         now = self.clock()
@@ -418,8 +437,9 @@ class Engine:
             available_bytes=mx.get_active_memory(),
         )
 
-    def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """The mean of the trunk's last hidden states of each sequence, scaled to length 1."""
+        number = 0 if adapter is None else self.adapters.id_of(self.adapters.digest(adapter))
         if not isinstance(self.runner.model, PagedModel):
             raise Unsupported(f"{self.loaded.name} gives no embeddings: its layers cannot be read apart.")
         for ids in batch:
@@ -429,6 +449,8 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
+        if number:
+            return [self.runner.embed_through(ids, number) for ids in batch]
         return [self.runner.embed(ids) for ids in batch]
 
     # -- set-up and figures ----------------------------------------------------------------------------------
@@ -545,6 +567,7 @@ class Engine:
             "kv_bytes": self.runner.model.nbytes,
             "kv_limit_bytes": sum(p.total * b for p, b in zip(scheduler.pools, self.memory.page_bytes)),
             "weight_bytes": self.loaded.weight_bytes,
+            "adapter_bytes": self.adapters.stack.nbytes,
             "peak_bytes": mx.get_peak_memory(),
             "way": self.way,
         }

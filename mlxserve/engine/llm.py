@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from mlxserve import display
 from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.pageview import PageTables, page_tables
 from mlxserve.engine.worker import Worker
@@ -26,6 +28,7 @@ from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
+Adapter = str | Sequence[str | None] | None
 Progress = Callable[[int, int], None]
 _names = itertools.count()
 
@@ -65,6 +68,8 @@ class LLM:
         llm.chat([{"role": "user", "content": "Hello!"}])
 
     model: a folder, a .gguf file, a Hub name or an alias. Several prompts given at once run in one batch.
+    adapters: names and folders of LoRA adapters (mlx-lm's or PEFT's format) that `adapter=` chooses from; the
+    attribute `adapter` names the one that answers where a call chooses none (None: the base).
     Any thread may call; use it as a context manager, or call `close`. Raises MlxServeError's children.
     """
 
@@ -74,10 +79,18 @@ class LLM:
         *,
         load: LoadConfig = LoadConfig(),  # noqa: B008 (frozen)
         engine: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        adapters: Mapping[str, str | Path] | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._worker = open_worker(str(model), load, engine, progress=progress)
         self._engine = self._worker.engine
+        self.adapter: str | None = None
+        try:
+            for name, folder in (adapters or {}).items():
+                self.load_adapter(name, folder)
+        except BaseException:
+            self.close()
+            raise
 
     # -- what a caller may know ------------------------------------------------------------------------------
 
@@ -111,6 +124,22 @@ class LLM:
         """The most memory MLX has held at once."""
         return int(self.stats()["peak_bytes"])
 
+    # -- adapters ----------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that `adapter=` may name."""
+        return self._worker.call(lambda engine: engine.adapters.listed).result()
+
+    def load_adapter(self, name: str, folder: str | Path) -> AdapterInfo:
+        """Add an adapter beside running answers. Raises what does not fit, by name; see `Adapters.load`."""
+        path = Path(folder).expanduser()
+        return self._worker.call(lambda engine: engine.adapters.load(name, path)).result()
+
+    def drop_adapter(self, name: str) -> int:
+        """Take an adapter's name away; answers that use it go on to their end, and how many do is returned."""
+        return self._worker.call(lambda engine: engine.adapters.drop(name)).result()
+
     # -- generation -------------------------------------------------------------------------------------------
 
     def generate(
@@ -118,16 +147,19 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: Adapter = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
         """Complete each prompt (text, or token ids), all in one batch; answers in the order of the prompts.
 
-        params: one for all, or one each; None takes the model's defaults. progress: told (finished, all).
+        params: one for all, or one each; None takes the model's defaults. adapter: a loaded one's name for all,
+        or one each (None in such a list: the base). progress: told (finished, all).
         """
         listed: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        asked = zip(listed, _each(params, len(listed)), _adapters(adapter or self.adapter, len(listed)))
         requests = [
-            self._request(self._encode(p), each, continues=True)
-            for p, each in zip(listed, _each(params, len(listed)))
+            self._request(self._encode(prompt), each, chosen, continues=True)
+            for prompt, each, chosen in asked
         ]
         outputs = self._run(requests, progress)
         for output, prompt in zip(outputs, listed):
@@ -142,20 +174,27 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        adapter: Adapter = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Output]:
         """Answer one conversation, or several in one batch, through the model's chat template."""
         several = bool(messages) and not isinstance(messages[0], Mapping)
         talks: list[Any] = list(messages) if several else [messages]
+        asked = zip(talks, _each(params, len(talks)), _adapters(adapter or self.adapter, len(talks)))
         requests = [
-            self._request(self._encode_chat(talk, tools, template_kwargs, add_generation_prompt), each)
-            for talk, each in zip(talks, _each(params, len(talks)))
+            self._request(
+                self._encode_chat(talk, tools, template_kwargs, add_generation_prompt), each, chosen
+            )
+            for talk, each, chosen in asked
         ]
         return self._run(requests, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[Delta]:
         """Complete one prompt piece by piece; the last Delta has finish_reason and metrics."""
-        return self._stream(self._request(self._encode(prompt), params, continues=True))
+        chosen = adapter or self.adapter
+        return self._stream(self._request(self._encode(prompt), params, chosen, continues=True))
 
     def stream_chat(
         self,
@@ -165,10 +204,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        adapter: str | None = None,
     ) -> Iterator[Delta]:
         """Answer a conversation piece by piece. Leaving the iterator cancels the answer."""
         prompt = self._encode_chat(messages, tools, template_kwargs, add_generation_prompt)
-        return self._stream(self._request(prompt, params))
+        return self._stream(self._request(prompt, params, adapter or self.adapter))
 
     # -- life --------------------------------------------------------------------------------------------------
 
@@ -230,11 +270,16 @@ class LLM:
         )
 
     def _request(
-        self, prompt: list[int], params: SamplingParams | None, *, continues: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams | None,
+        adapter: str | None,
+        *,
+        continues: bool = False,
     ) -> Request:
         room = self.context - len(prompt)
         resolved = (params or SamplingParams()).resolved(self._engine.loaded.generation_defaults, room=room)
-        return Request(f"llm-{next(_names)}", prompt, resolved, continues=continues)
+        return Request(f"llm-{next(_names)}", prompt, resolved, adapter=adapter, continues=continues)
 
     def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
@@ -292,3 +337,11 @@ def _each(
     if len(params) != count:
         raise UsageError(f"{len(params)} settings were given for {count} prompts.", param="params")
     return list(params)
+
+
+def _adapters(adapter: Adapter, count: int) -> list[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise UsageError(f"{len(adapter)} adapters were given for {count} prompts.", param="adapter")
+    return list(adapter)

@@ -9,6 +9,7 @@ takes it from the last step's array on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from mlxserve.engine.batch import Batch
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
+from mlxserve.models.multilora import AdapterStack
 from mlxserve.models.paged import SOLO, PagedModel, Step
 from mlxserve.request import TokenLogprob
 
@@ -85,13 +87,15 @@ class SoloModel:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.adapters = AdapterStack(model, mx.float32)
         self._caches: list[object] = []
 
     def forward(self, ids: mx.array, step: Step) -> mx.array:
         """Logits (R, V); a sequence that starts at 0 gets new caches."""
         if step.starts[0] == 0:
             self._caches = plain_caches(self.model)
-        logits = self.model(ids[None], cache=self._caches)[0]  # (L, V)
+        with self.adapters.call(step.row_adapters()):
+            logits = self.model(ids[None], cache=self._caches)[0]  # (L, V)
         return logits[logits.shape[0] - int(step.wanted[0]) :]
 
     def arrays(self) -> list[mx.array]:
@@ -133,14 +137,20 @@ class Runner:
         self, model: PagedModel | SoloModel, *, slots: int, context: int, page_size: int, limits: Limits
     ) -> None:
         self.model = model
+        self._adapter_id: Callable[[str], int] | None = None
         self.sampler = Sampler(slots)
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
         self.state_slots = np.zeros(slots, np.int32)
+        self.adapters = np.zeros(slots, np.int32)
         self._state_room = 0
         self._limits = limits
         self._last: mx.array | None = None  # tokens of the last step
         self._row_of_slot = np.zeros(slots, np.int32)
+
+    def take_adapters(self, stack: AdapterStack, id_of: Callable[[str], int]) -> None:
+        """From now on admissions may name adapters; id_of: the stack's number of a name."""
+        self.model.adapters, self._adapter_id = stack, id_of
 
     def forward(self, batch: Batch) -> Forward:
         """Start a step: tables and settings first, then pages copied, the model, checkpoints taken."""
@@ -183,10 +193,14 @@ class Runner:
         """
         return self._embedding(ids).tolist()  # type: ignore[return-value]
 
-    def _embedding(self, ids: list[int]) -> mx.array:
+    def embed_through(self, ids: list[int], adapter: int) -> list[float]:
+        """The same through the adapter of this number."""
+        return self._embedding(ids, adapter).tolist()  # type: ignore[return-value]
+
+    def _embedding(self, ids: list[int], adapter: int = 0) -> mx.array:
         if not isinstance(self.model, PagedModel):
             raise Unsupported("This model gives no embeddings: its layers cannot be read apart.")
-        mean = self.model.hidden(mx.array(ids)).astype(mx.float32).mean(axis=0)  # (H,)
+        mean = self.model.hidden(mx.array(ids), adapter).astype(mx.float32).mean(axis=0)  # (H,)
         return mean / mx.maximum(mx.linalg.norm(mean), 1e-12)
 
     def close(self) -> None:
@@ -195,6 +209,9 @@ class Runner:
     def _enter(self, batch: Batch) -> None:
         for admission in batch.admitted:
             self.sampler.admit(admission)
+            name = admission.adapter
+            find = self._adapter_id
+            self.adapters[admission.slot] = 0 if name is None or find is None else find(name)
             if admission.state_slot is not None:
                 self.state_slots[admission.slot] = admission.state_slot
         self._reserve(batch)
@@ -243,7 +260,7 @@ class Runner:
         wanted[draw_from] = 1
         starts = np.array([segment.start for segment in segments], np.int64)
         tables = [self._columns(table, slots, starts, counts) for table in self.tables]
-        step = Step(starts, counts, wanted, tables, self.state_slots[slots])
+        step = Step(starts, counts, wanted, tables, self.state_slots[slots], self.adapters[slots])
         return step, self._ids(batch, slots, counts), draw_from
 
     def _columns(

@@ -11,10 +11,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mlxserve.engine.beside import Beside
 from mlxserve.engine.engine import Engine, Sink
 from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
@@ -38,6 +41,8 @@ class Worker:
         self._on_death = on_death
         self._sinks: dict[str, Sink] = {}
         self._lock = threading.Lock()
+        self._beside: deque[Beside[Any]] = deque()
+        self._due_s = 0.0  # when the work beside wants its next turn
         self._dead: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, args=(build,), name="mlxserve-engine", daemon=True)
@@ -77,6 +82,16 @@ class Worker:
         self._inbox.put(task)
         return future
 
+    def beside(self, work: Callable[[Beside[T]], T]) -> Beside[T]:
+        """Start long work that takes turns with the engine's steps, one such work after another.
+
+        While answers run it gets at most half of the time, and a turn's limit is the engine's gap target.
+        """
+        self._refuse_if_gone()
+        seat = Beside(work)
+        self._inbox.put(lambda _: self._beside.append(seat))
+        return seat
+
     def close(self) -> None:
         """Stop the loop; requests still running get EngineStopped. Returns when the thread has ended."""
         if not self._closed:
@@ -100,21 +115,41 @@ class Worker:
             self._tell_all(EngineStopped("The engine was closed before this request was finished."))
         except BaseException as error:
             self._die(error)
+        finally:
+            while self._beside:
+                self._beside.popleft().end()
 
     def _serve(self, engine: Engine) -> None:
         while True:
             idle = not engine.has_work
-            if not self._take_in(engine, wait=idle):
+            if not self._take_in(engine, self._patience_s() if idle else 0.0):
                 return
             if idle:
                 engine.wake()
             if engine.has_work:
                 engine.step()
+            if self._beside and time.monotonic() >= self._due_s:
+                self._give_turn(engine)
 
-    def _take_in(self, engine: Engine, *, wait: bool) -> bool:
-        """Do what is in the inbox, waiting for the first if there is nothing else to do; False to end."""
+    def _patience_s(self) -> float | None:
+        """How long an idle loop may wait for news: until the work beside wants its turn, else for ever."""
+        return max(0.0, self._due_s - time.monotonic()) if self._beside else None
+
+    def _give_turn(self, engine: Engine) -> None:
+        engine.settle()
+        seat, busy = self._beside[0], engine.has_work
+        began = time.monotonic()
+        rest_s = seat.turn(engine.config.gap_target_s if busy else None)
+        now = time.monotonic()
+        if rest_s is None:
+            self._beside.popleft()
+        self._due_s = now + max(rest_s or 0.0, now - began if busy else 0.0)
+        engine.wake()
+
+    def _take_in(self, engine: Engine, wait_s: float | None) -> bool:
+        """Do what is in the inbox, waiting so long for the first (None: for ever); False to end."""
         with contextlib.suppress(queue.Empty):
-            task = self._inbox.get(block=wait)
+            task = self._inbox.get(block=wait_s != 0.0, timeout=wait_s)
             while task is not None:
                 task(engine)
                 task = self._inbox.get_nowait()

@@ -32,6 +32,7 @@ from mlxserve.errors import ModelUnsupported
 from mlxserve.kernels_metal.plan import AttentionPlan
 from mlxserve.models.definitions import import_definition
 from mlxserve.models.layout import Layout, plain_caches, read_layout
+from mlxserve.models.multilora import AdapterStack
 
 ROWS, SEQUENCES, GROUPED, EACH, SOLO = "rows", "sequences", "grouped", "each", "solo"
 PAGED_WAYS = (ROWS, SEQUENCES, GROUPED, EACH)
@@ -43,7 +44,8 @@ class Step:
 
     starts, counts: (S,) first position and number of tokens. wanted: (S,) how many of the segment's last
     rows want logits. tables: one (S, MB) table of page ids a group, absolute (entry i covers positions
-    [i * page_size, (i + 1) * page_size)). state_slots: (S,) for recurrent layers.
+    [i * page_size, (i + 1) * page_size)). state_slots: (S,) for recurrent layers. adapters: (S,) ids of LoRA
+    adapters, 0 for none; None where no segment has one.
     """
 
     starts: np.ndarray
@@ -51,6 +53,7 @@ class Step:
     wanted: np.ndarray
     tables: Sequence[np.ndarray]
     state_slots: np.ndarray | None = None
+    adapters: np.ndarray | None = None
 
     def slots(self) -> mx.array:
         """(S,) state slots on the device."""
@@ -61,7 +64,14 @@ class Step:
         """The step of some of its segments."""
         slots = None if self.state_slots is None else self.state_slots[chosen]
         tables = [table[chosen] for table in self.tables]
-        return Step(self.starts[chosen], self.counts[chosen], self.wanted[chosen], tables, slots)
+        adapters = None if self.adapters is None else self.adapters[chosen]
+        return Step(self.starts[chosen], self.counts[chosen], self.wanted[chosen], tables, slots, adapters)
+
+    def row_adapters(self) -> np.ndarray | None:
+        """(T,) the adapter of each token's row; None where no row has one."""
+        if self.adapters is None or not self.adapters.any():
+            return None
+        return np.repeat(self.adapters, self.counts)
 
 
 class _Selection:
@@ -79,7 +89,7 @@ class PagedModel:
     """A definition, its pages and its state slots.
 
     group_pages: page count of each of `layout.windows`. Raises ModelUnsupported if the definition keeps
-    something that has no place in pages or slots.
+    something that has no place in pages or slots. adapters: those that steps may name.
     """
 
     def __init__(
@@ -92,7 +102,9 @@ class PagedModel:
         state_slots: int = 0,
         kv_bits: int = 16,
         kv_group_size: int = 32,
+        adapters: AdapterStack | None = None,
     ) -> None:
+        self.adapters = adapters or AdapterStack(model, mx.float32)
         self.layout: Layout = read_layout(model)
         if self.layout.unknown:
             raise ModelUnsupported(f"A layer keeps a {self.layout.unknown}, which cannot be paged.")
@@ -130,8 +142,10 @@ class PagedModel:
         whole = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return whole if order is None else whole[order]
 
-    def hidden(self, ids: mx.array) -> mx.array:
+    def hidden(self, ids: mx.array, adapter: int = 0) -> mx.array:
         """The trunk's output (T, H) for one sequence (T,), before the head; no pages are touched.
+
+        adapter: the id of the one that all rows have.
 
         Raises ModelUnsupported where the definition has no trunk apart from its head.
         """
@@ -139,7 +153,8 @@ class PagedModel:
             raise ModelUnsupported(f"{type(self.model).__module__} has no trunk apart from its head.")
         self._selection.capture = True
         try:
-            self.model(ids[None], cache=plain_caches(self.model))  # the head is built, never evaluated
+            with self.adapters.call(np.full(ids.size, adapter) if adapter else None):
+                self.model(ids[None], cache=plain_caches(self.model))  # the head is built, never evaluated
             assert self._selection.captured is not None
             return self._selection.captured.reshape(ids.size, -1)
         finally:
@@ -248,7 +263,8 @@ class PagedModel:
         if self._selection is not None:
             self._selection.take = take
         try:
-            logits = self.model(ids, cache=caches)
+            with self.adapters.call(step.row_adapters(), wanted if self._selection is not None else None):
+                logits = self.model(ids, cache=caches)
         finally:
             if self._selection is not None:
                 self._selection.take = None

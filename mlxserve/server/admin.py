@@ -23,6 +23,7 @@ ENDPOINTS = {
     "openai": ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models"],
     "anthropic": ["/v1/messages", "/v1/messages/count_tokens"],
     "ollama": ["/api/chat", "/api/generate", "/api/embed", "/api/tags", "/api/show", "/api/pull", "/api/ps"],
+    "adapters": ["/v1/adapters", "/v1/files", "/v1/fine_tuning/jobs"],
     "editors": ["/tokenize", "/detokenize", "/apply-template", "/infill"],
 }
 
@@ -73,6 +74,7 @@ def openai_model(card: ModelCard) -> dict[str, Any]:
         "created": card.created,
         "owned_by": "local",
         "context_length": card.context or None,
+        "parent": card.parent or None,
     }
 
 
@@ -87,7 +89,13 @@ async def capabilities(request: HttpRequest) -> Response:
     return json_response(
         {
             "object": "capabilities",
-            "models": {entry.card.name: model_abilities(entry) for entry in service.models.loaded},
+            "models": {
+                entry.card.name: {
+                    **model_abilities(entry),
+                    "adapters": [known.id for known in service.models.adapters.listed(entry.card.name)],
+                }
+                for entry in service.models.loaded
+            },
             "sampling": [item.name for item in fields(SamplingParams)],
             "structured_output": ["json_schema", "json_object", "regex", "choice", "grammar"],
             "endpoints": ENDPOINTS,

@@ -20,10 +20,13 @@ from starlette.routing import Route
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxServeError
 from mlxserve.server import (
+    adapters,
     admin,
     anthropic,
     editor,
     embeddings,
+    files,
+    finetuning,
     ollama,
     ollama_models,
     openai_chat,
@@ -34,8 +37,10 @@ from mlxserve.server import (
 )
 from mlxserve.server.answer import Service
 from mlxserve.server.faults import NotFound, WrongMethod, error_response, object_for
+from mlxserve.server.jobs import Jobs
 from mlxserve.server.metrics import Metrics
 from mlxserve.server.models import ModelRegistry
+from mlxserve.server.ports import Trainer
 from mlxserve.server.security import Guard
 from mlxserve.server.sse import as_shown
 from mlxserve.server.watch import Watch
@@ -57,6 +62,10 @@ _POST: dict[str, Handler] = {
     "/api/embeddings": ollama_models.embeddings,
     "/api/show": ollama_models.show,
     "/api/pull": ollama_models.pull,
+    "/v1/adapters": adapters.load,
+    "/v1/files": files.upload,
+    "/v1/fine_tuning/jobs": finetuning.create,
+    "/v1/fine_tuning/jobs/{id}/cancel": finetuning.cancel,
     "/tokenize": editor.tokenize,
     "/detokenize": editor.detokenize,
     "/apply-template": editor.apply_template,
@@ -72,6 +81,15 @@ _GET: dict[str, Handler] = {
     "/openapi.json": openapi.document,
     "/v1/models": admin.list_models,
     "/v1/models/{model:path}": admin.show_model,
+    "/v1/files": files.list_files,
+    "/v1/files/{id}": files.retrieve,
+    "/v1/files/{id}/content": files.content,
+    "/v1/fine_tuning/jobs": finetuning.list_jobs,
+    "/v1/fine_tuning/jobs/{id}": finetuning.retrieve,
+    "/v1/fine_tuning/jobs/{id}/events": finetuning.events,
+    "/v1/fine_tuning/jobs/{id}/checkpoints": finetuning.checkpoints,
+    "/v1/adapters": adapters.list_all,
+    "/v1/adapters/{name:path}": adapters.show,
     "/v1/capabilities": admin.capabilities,
     "/v1/responses/{id}": responses.retrieve,
     "/v1/responses/{id}/input_items": responses.input_items,
@@ -81,12 +99,18 @@ _GET: dict[str, Handler] = {
 }
 _DELETE: dict[str, Handler] = {
     "/v1/responses/{id}": responses.delete,
+    "/v1/adapters/{name:path}": adapters.drop,
+    "/v1/files/{id}": files.delete,
+    "/v1/models/{model:path}": finetuning.delete_model,
     "/api/delete": ollama_models.delete,
 }
 
 
-def make_app(config: ServerConfig, models: ModelRegistry) -> Starlette:
-    """The ASGI application on these models. Its lifespan unloads them at the end."""
+def make_app(config: ServerConfig, models: ModelRegistry, trainer: Trainer | None = None) -> Starlette:
+    """The ASGI application on these models. Its lifespan unloads them at the end.
+
+    trainer: runs fine-tuning jobs, in the folder that `config` names for them.
+    """
     app = Starlette(
         routes=_routes(),
         middleware=_middleware(config),
@@ -97,6 +121,11 @@ def make_app(config: ServerConfig, models: ModelRegistry) -> Starlette:
         lifespan=_lifespan,
     )
     app.state.service = Service(config, models, Metrics(models))
+    app.state.files = app.state.jobs = None
+    if config.data_dir is not None:
+        app.state.files = files.FileStore(config.data_dir / "files", config.stored_file_bytes)
+        app.state.jobs = Jobs(config.data_dir / "jobs", app.state.files, models, trainer)
+        app.state.jobs.restore()
     app.state.responses = responses.ResponseStore(config.stored_responses, config.stored_response_bytes)
     return app
 
@@ -148,6 +177,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
     finally:
         clock.cancel()
+        if app.state.jobs is not None:
+            await app.state.jobs.close()
         await service.models.close()
 
 

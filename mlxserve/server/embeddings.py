@@ -60,7 +60,7 @@ async def embed(
     """One vector an input. Raises PromptTooLong (or cuts, with `truncate`) and UsageError."""
     require(len(inputs) <= MAX_INPUTS, f"input holds more than {MAX_INPUTS} texts.", "input")
     batch = [await _tokens(entry, i, text, truncate) for i, text in enumerate(inputs)]
-    vectors = await entry.engine.embed(batch) if batch else []
+    vectors = await entry.engine.embed(batch, entry.adapter) if batch else []
     if dimensions is not None:
         vectors = [shorten(vector, dimensions) for vector in vectors]
     return Vectors(vectors, sum(map(len, batch)))

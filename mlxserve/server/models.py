@@ -17,10 +17,12 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mlxserve.config import CACHE_SHARE
-from mlxserve.errors import Busy, DoesNotFit, MlxServeError, UsageError
+from mlxserve.errors import Busy, DoesNotFit, MlxServeError, ModelNotFound, UsageError
+from mlxserve.server.book import AdapterBook, KnownAdapter
 from mlxserve.server.dialogue import Dialogue
 from mlxserve.server.ports import AsyncEngine, Loader, ModelCard
 
@@ -29,7 +31,10 @@ log = logging.getLogger("mlxserve.server")
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """One model in memory. Times are the clock's seconds; `expires_at` counts while `users` is 0."""
+    """One model in memory. Times are the clock's seconds; `expires_at` counts while `users` is 0.
+
+    adapter: set on the copy that a request for `base@adapter` is lent.
+    """
 
     card: ModelCard
     engine: AsyncEngine
@@ -41,6 +46,7 @@ class Loaded:
     load_s: float = 0.0
     users: int = 0
     retired: bool = False
+    adapter: str | None = None
 
     def expires_in_s(self, now: float) -> float:
         return max(0.0, self.last_used + self.keep_alive_s - now)
@@ -78,6 +84,7 @@ class ModelRegistry:
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
         self._closed = False
         self.default: str | None = None
+        self.adapters = AdapterBook()
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -107,16 +114,22 @@ class ModelRegistry:
         raise UsageError("'model' is required: none is loaded.", param="model", code="missing_field")
 
     async def catalogue(self) -> list[ModelCard]:
-        """Loaded models first, then those that could be loaded."""
+        """Loaded models first, then those that could be loaded; each with its adapters behind it."""
         known = {entry.card.name: entry.card for entry in self._loaded.values()}
         for card in await asyncio.to_thread(self.loader.catalogue):
             known.setdefault(card.name, card)
-        return list(known.values())
+        return [each for card in known.values() for each in (card, *self._adapted_cards(card))]
+
+    def _adapted_cards(self, card: ModelCard) -> list[ModelCard]:
+        return [_adapted_card(card, known) for known in self.adapters.listed(card.name)]
 
     async def card(self, name: str) -> ModelCard:
         """Raises ModelNotFound."""
-        entry = self._entry(name)
-        return entry.card if entry else await asyncio.to_thread(self.loader.find, name)
+        base, adapter = await self._split(name)
+        entry = self._entry(base)
+        card = entry.card if entry else await asyncio.to_thread(self.loader.find, base)
+        known = self.adapters.find(card.name, adapter) if adapter else None
+        return _adapted_card(card, known) if known else card
 
     def _entry(self, name: str) -> Loaded | None:
         return self._loaded.get(self._aliases.get(name, name))
@@ -127,11 +140,13 @@ class ModelRegistry:
     async def use(self, name: str, *, keep_alive_s: float | None = None) -> AsyncIterator[Loaded]:
         """Lends a model, loading it first where needed; `keep_alive_s` replaces its keep-alive.
 
-        Raises ModelNotFound, DoesNotFit (both numbers), Busy where models in use leave no room.
+        name: a model's, or `base@adapter`. Raises ModelNotFound, DoesNotFit (both numbers), Busy where models
+        in use leave no room.
         """
-        entry = await self.acquire(name, keep_alive_s=keep_alive_s)
+        base, adapter = await self._split(name)
+        entry = await self.acquire(base, keep_alive_s=keep_alive_s)
         try:
-            yield entry
+            yield entry if adapter is None else await self._through(entry, adapter)
         finally:
             await self.release(entry)
 
@@ -177,6 +192,62 @@ class ModelRegistry:
         """Unloads an idle model now; False where it is in use or not loaded."""
         entry = self._entry(name)
         return entry is not None and await self._unload_if_idle(entry)
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    async def _split(self, name: str) -> tuple[str, str | None]:
+        """(base, adapter) of `base@adapter`; a Hub name's @revision is no adapter.
+
+        Raises ModelNotFound, naming the base's adapters, for an unknown one.
+        """
+        left, at, right = name.removesuffix(":latest").rpartition("@")
+        if not at or self._entry(name) is not None:
+            return name, None
+        if self.adapters.find(self._aliases.get(left, left), right) is not None:
+            return left, right
+        with contextlib.suppress(MlxServeError):
+            await asyncio.to_thread(self.loader.find, name)
+            return name, None
+        base = await asyncio.to_thread(self.loader.find, left)
+        if self.adapters.find(base.name, right) is None:
+            there = ", ".join(known.name for known in self.adapters.listed(base.name)) or "none"
+            raise ModelNotFound(
+                f"{base.name} has no adapter '{right}'; there are: {there}.",
+                param="model",
+                code="adapter_not_found",
+            )
+        return left, right
+
+    async def _through(self, entry: Loaded, adapter: str) -> Loaded:
+        """The model as its adapter speaks, which is put on the engine if it is not there."""
+        known = self.adapters.find(entry.card.name, adapter)
+        if known is None:
+            raise ModelNotFound(f"{entry.card.name} has no adapter '{adapter}' any more.", param="model")
+        if not self.has_loaded(known):
+            known.info = await entry.engine.load_adapter(known.name, known.folder)
+        return replace(entry, adapter=adapter)
+
+    def has_loaded(self, known: KnownAdapter) -> bool:
+        entry = self._loaded.get(known.base)
+        return entry is not None and any(info.name == known.name for info in entry.engine.adapters)
+
+    async def load_adapter(self, base: str, name: str, folder: Path) -> KnownAdapter:
+        """Puts an adapter on a model, which is loaded where needed, and remembers it for the next load.
+
+        Raises what the engine does where it does not fit; then nothing is remembered.
+        """
+        async with self.use(base) as entry:
+            info = await entry.engine.load_adapter(name, folder)
+            known = KnownAdapter(entry.card.name, name, folder, info=info)
+            self.adapters.add(known)
+            log.info("loaded adapter %s", known.id)
+        return known
+
+    async def drop_adapter(self, known: KnownAdapter) -> int:
+        """Forgets an adapter; how many answers still use it. They go on to their end."""
+        self.adapters.remove(known)
+        entry = self._loaded.get(known.base)
+        return await entry.engine.drop_adapter(known.name) if entry and self.has_loaded(known) else 0
 
     # -- loading --------------------------------------------------------------------------------
 
@@ -297,6 +368,20 @@ class ModelRegistry:
                 await self._drop(entry)
             except MlxServeError as error:
                 log.error("closing %s: %s", entry.card.name, error)
+
+
+def _adapted_card(card: ModelCard, known: KnownAdapter) -> ModelCard:
+    info = known.info
+    size = info.nbytes if info else 0
+    digest = f"{card.digest}@{info.digest}" if info else card.digest
+    return replace(
+        card,
+        name=known.id,
+        created=known.created,
+        size_bytes=card.size_bytes + size,
+        digest=digest,
+        parent=card.name,
+    )
 
 
 def _does_not_fit(card: ModelCard, available: int, pinned: int) -> DoesNotFit:

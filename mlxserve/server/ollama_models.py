@@ -69,7 +69,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
 
 def details(card: ModelCard) -> dict[str, Any]:
     return {
-        "parent_model": "",
+        "parent_model": card.parent,
         "format": card.format,
         "family": card.family,
         "families": [card.family] if card.family else [],

@@ -15,7 +15,15 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mlxserve.server import anthropic_types, editor, ollama_types, openai_types, responses_types
+from mlxserve.server import (
+    adapters,
+    anthropic_types,
+    editor,
+    finetuning,
+    ollama_types,
+    openai_types,
+    responses_types,
+)
 from mlxserve.server.fields import Body
 
 BODIES: dict[str, tuple[type[Body], str]] = {
@@ -31,6 +39,8 @@ BODIES: dict[str, tuple[type[Body], str]] = {
     "/api/embeddings": (ollama_types.EmbeddingsRequest, "Embedding of one prompt (Ollama)"),
     "/api/show": (ollama_types.NamedModel, "One model (Ollama)"),
     "/api/pull": (ollama_types.PullRequest, "Download a model (Ollama)"),
+    "/v1/adapters": (adapters.AdapterBody, "Load an adapter"),
+    "/v1/fine_tuning/jobs": (finetuning.JobBody, "Train an adapter (OpenAI)"),
     "/tokenize": (editor.TokenizeBody, "Text to token ids"),
     "/detokenize": (editor.DetokenizeBody, "Token ids to text"),
     "/apply-template": (editor.TemplateBody, "Messages as the model's prompt"),
@@ -41,6 +51,9 @@ READS = {
     "/ready": "Whether new requests are taken",
     "/metrics": "Numbers for Prometheus",
     "/v1/models": "Models (OpenAI, Anthropic)",
+    "/v1/adapters": "Adapters",
+    "/v1/files": "Files (OpenAI)",
+    "/v1/fine_tuning/jobs": "Fine-tuning jobs (OpenAI)",
     "/v1/capabilities": "What each loaded model can do",
     "/api/tags": "Models (Ollama)",
     "/api/ps": "Loaded models (Ollama)",
@@ -67,7 +80,8 @@ def make_document() -> dict[str, Any]:
         path: {"post": _write(summary, reference)}
         for (path, (_, summary)), reference in zip(BODIES.items(), references)
     }
-    paths |= {path: {"get": _read(summary)} for path, summary in READS.items()}
+    for path, summary in READS.items():
+        paths.setdefault(path, {})["get"] = _read(summary)
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlxserve", "version": _version()},

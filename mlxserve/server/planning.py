@@ -43,7 +43,7 @@ def make_run(service: Service, entry: Loaded, prompts: Sequence[Sequence[int]], 
     """
     context = min(entry.engine.context, wish.limit or entry.engine.context)
     requests = [
-        _request(prompt, _params(entry, prompt, wish, choice, context), wish)
+        _request(prompt, _params(entry, prompt, wish, choice, context), wish, entry.adapter)
         for prompt in prompts
         for choice in range(wish.choices)
     ]
@@ -81,12 +81,13 @@ def room_for_answer(prompt_tokens: int, context: int, model: str) -> int:
     return context - prompt_tokens
 
 
-def _request(prompt: Sequence[int], params: SamplingParams, wish: Wish) -> Request:
+def _request(prompt: Sequence[int], params: SamplingParams, wish: Wish, adapter: str | None) -> Request:
     return Request(
         uuid.uuid4().hex,
         prompt,
         params,
         priority=wish.priority,
         client=wish.client,
+        adapter=adapter,
         continues=wish.continues,
     )

@@ -5,10 +5,13 @@ Knows: names and signatures. Does not know who implements them; `cli/serve.py` p
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -45,8 +48,29 @@ class AsyncEngine(Protocol):
         """False once the engine cannot go on."""
         ...
 
-    async def embed(self, batch: list[list[int]]) -> list[list[float]]:
+    async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The adapters that requests may name now."""
+        ...
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Puts an adapter on the model. Raises ModelErrors, UsageError, DoesNotFit."""
+        ...
+
+    async def drop_adapter(self, name: str) -> int:
+        """Takes it off once nobody uses it; how many answers still do. Raises ModelNotFound."""
+        ...
+
+    async def shared_copy(self) -> TrainingBase:
+        """What a trainer needs of the model. Raises Unsupported where it cannot be trained."""
+        ...
+
+    def beside(self, work: Callable[[Beside[Path]], Path]) -> Beside[Path]:
+        """Long work that takes turns with the engine's steps."""
         ...
 
     async def limit_cache(self, limit_bytes: int) -> None:
@@ -63,7 +87,8 @@ class ModelCard:
     """What is known of a model without loading it.
 
     name: as clients write it. needed_bytes: weights plus cache_bytes, the least K/V it is served with.
-    created: seconds since 1970. digest: of the files. template: the chat template's text.
+    created: seconds since 1970. digest: of the files. template: the chat template's text. parent: of an
+    adapter, its base.
     """
 
     name: str
@@ -81,6 +106,7 @@ class ModelCard:
     embeds: bool = False
     config: Mapping[str, Any] | None = None
     licence: str = ""
+    parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +140,59 @@ class Loader(Protocol):
 
     def remove(self, name: str) -> None:
         """Deletes a downloaded model. Raises ModelNotFound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOrder:
+    """What a fine-tuning job asks of a trainer; None is its own choice.
+
+    folder: the run's, to be made. rows_per_step: rows of one optimiser step. rate_factor: multiplies the
+    trainer's own learning rate. lora: fields of the adapter (rank, alpha, targets, …).
+    """
+
+    base: str
+    train: Path
+    valid: Path | None
+    folder: Path
+    context: int
+    seed: int
+    epochs: int | None = None
+    rows_per_step: int | None = None
+    rate_factor: float | None = None
+    lora: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTraining:
+    """Rows that were read and found good, and the settings that will hold; `inner` is the trainer's own."""
+
+    rows: int
+    tokens: int
+    epochs: int
+    rows_per_step: int
+    rate_factor: float
+    dropped: Mapping[str, int]
+    inner: Any
+
+
+class Trainer(Protocol):
+    """Trains adapters; handed in by whoever starts the server."""
+
+    def prepare(self, order: TrainingOrder, base: TrainingBase) -> PreparedTraining:
+        """Reads and checks the rows; computes nothing. Called off the loop. Raises UsageError that names a row."""
+        ...
+
+    def run(
+        self,
+        prepared: PreparedTraining,
+        base: TrainingBase,
+        seat: Beside[Path],
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> Path:
+        """Trains on the seat's thread, pausing between pieces; the adapter's folder. Raises Cancelled.
+
+        tell: {"kind": "step", "step", "steps", "loss", "tokens", …}, "eval", "save" (with "path"), "note"
+        (with "message").
+        """
         ...

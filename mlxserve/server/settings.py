@@ -3,7 +3,7 @@
 Knows: the sections and their fields, which are `config`'s own; unknown ones are refused by name. Does not know
 the command line, whose flags come before the file.
 
-    models: [smollm2, {name: ./my-model, pin: true}]
+    models: [smollm2, {name: ./my-model, pin: true, adapters: {support: ./runs/support/final}}]
     server: {port: 8080, api_keys: [secret], keep_alive_s: 600}
     load: {context: 8192}
     engine: {kv_bits: 8, max_sequences: 64}
@@ -24,7 +24,7 @@ from mlxserve.errors import UsageError
 from mlxserve.server.fields import Part, part
 
 # Paths are written as text.
-_WRITTEN: dict[Any, Any] = {Path: str, Path | None: str | None}
+_WRITTEN: dict[Any, Any] = {Path: str, Path | None: str | None, tuple[Path, ...]: list[str]}
 
 
 def _section(kind: type) -> type[msgspec.Struct]:
@@ -39,10 +39,14 @@ def _section(kind: type) -> type[msgspec.Struct]:
 
 
 class ModelChoice(Part):
-    """One model to load at the start. `pin` keeps it in memory whatever else is asked for."""
+    """One model to load at the start. `pin` keeps it in memory whatever else is asked for.
+
+    adapters: LoRA adapters on it, names and folders; requests name them as `model@adapter`.
+    """
 
     name: str
     pin: bool = False
+    adapters: dict[str, str] = {}
 
 
 class _File(Part):
@@ -96,4 +100,10 @@ def _values(raw: Mapping[str, Any], kind: type, name: str) -> dict[str, Any]:
 
 
 def _as_path(hint: Any, value: Any) -> Any:
-    return Path(value).expanduser() if hint in _WRITTEN and value is not None else value
+    if hint not in _WRITTEN or value is None:
+        return value
+    return tuple(map(_path, value)) if isinstance(value, list) else _path(value)
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()

@@ -12,17 +12,19 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from tokenizers import Tokenizer as Backend
 
 from mlxserve.config import ServerConfig
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.errors import EngineStopped, ModelNotFound, Unsupported
 from mlxserve.request import Delta, FinishReason, Metrics, Request, TokenLogprob
 from mlxserve.server.app import make_app
 from mlxserve.server.models import ModelRegistry
-from mlxserve.server.ports import ModelCard, PullProgress
+from mlxserve.server.ports import ModelCard, PullProgress, Trainer
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from tests import tiny
@@ -85,6 +87,7 @@ class StubEngine:
         self.script: Script | Callable[[Request], Script] = ["Hello", " there", "."]
         self.seen: list[Request] = []
         self.cancelled: list[str] = []
+        self.loaded_adapters: dict[str, AdapterInfo] = {}
         self.running = 0
         self.closed = False
         self.dead = False
@@ -161,7 +164,22 @@ class StubEngine:
     def healthy(self) -> bool:
         return not self.dead
 
-    async def embed(self, batch: Sequence[Sequence[int]]) -> list[list[float]]:
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self.loaded_adapters.values())
+
+    async def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Any folder called after the adapter is one."""
+        if folder.name != name:
+            raise ModelNotFound(f"There is no adapter folder {folder}.", param="adapter")
+        self.loaded_adapters[name] = AdapterInfo(name, str(folder), "0" * 32, "lora", 8, 14, 1024)
+        return self.loaded_adapters[name]
+
+    async def drop_adapter(self, name: str) -> int:
+        del self.loaded_adapters[name]
+        return self.running
+
+    async def embed(self, batch: Sequence[Sequence[int]], adapter: str | None = None) -> list[list[float]]:
         if self._vectors is None:
             raise Unsupported(f"{self.name} makes no embeddings.", param="model")
         return [self._vectors(ids) for ids in batch]
@@ -248,8 +266,10 @@ class StubLoader:
 class RunningServer:
     """A real uvicorn on a free port of 127.0.0.1, in a thread of its own."""
 
-    def __init__(self, loader: StubLoader, config: ServerConfig, budget_bytes: int = 1000) -> None:
-        self.loader, self.config, self._budget = loader, config, budget_bytes
+    def __init__(
+        self, loader: Any, config: ServerConfig, budget_bytes: int = 1000, trainer: Trainer | None = None
+    ) -> None:
+        self.loader, self.config, self._budget, self._trainer = loader, config, budget_bytes, trainer
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -266,7 +286,7 @@ class RunningServer:
             keep_alive_s=self.config.keep_alive_s,
             load_wait_s=self.config.load_wait_s,
         )
-        self.app = make_app(self.config, self.models)
+        self.app = make_app(self.config, self.models, self._trainer)
         settings = uvicorn.Config(
             self.app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=1, lifespan="on"
         )

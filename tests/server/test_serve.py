@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Plan:
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(monkeypatch)
     assert [choice.name for choice in plan.models] == ["smollm2"]
-    assert (plan.server, plan.load, plan.engine) == (ServerConfig(), LoadConfig(), EngineConfig())
+    assert plan.server.data_dir is not None and plan.server.data_dir.name == "mlxserve"
+    server = replace(plan.server, data_dir=None)
+    assert (server, plan.load, plan.engine) == (ServerConfig(), LoadConfig(), EngineConfig())
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
