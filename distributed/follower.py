@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxserve.distributed import collective
+from mlxserve.distributed.adapters import FollowerAdapters
 from mlxserve.distributed.channel import Channel, Frame
 from mlxserve.distributed.frames import (
     DIGEST_BYTES,
@@ -70,6 +71,7 @@ class Follower:
         self._loaded = loaded
         self._stage = stage
         self._ledger = Ledger()
+        self._adapters = FollowerAdapters(loaded)
         self._outbox = Outbox(self._failed)
 
     def run(self) -> None:
@@ -98,14 +100,11 @@ class Follower:
             assert group is not None, "a tensor split needs MLX's group of all ranks"
             kind = partial(TensorRunner, group=group)
         limits = Limits(agreed.pages, agreed.state_slots)
-        return make_runner(
-            self._loaded.model,
-            start.way,
-            start.config,
-            context=start.context,
-            limits=limits,
-            kind=kind,
+        runner = make_runner(
+            self._loaded.model, start.way, start.config, context=start.context, limits=limits, kind=kind
         )
+        runner.take_adapters(self._adapters.stack, self._adapters.id_of)
+        return runner
 
     def _room(self, start: Start) -> Room:
         if start.way == SOLO:
@@ -125,6 +124,10 @@ class Follower:
                 self._carry_out(runner, frame)
             elif frame.kind == Kind.EMBED:
                 self._embed(runner, frame)
+            elif frame.kind == Kind.ADAPTER:
+                self._take_adapter(frame)
+            elif frame.kind == Kind.DROP:
+                self._adapters.drop(frame.payload.decode())
             else:
                 raise EngineStopped(f"Rank 0 sent a frame of kind {frame.kind}, which has no place here.")
 
@@ -182,18 +185,26 @@ class Follower:
         self._outbox.put(packed.bodies, send)
 
     def _embed(self, runner: Runner, frame: Frame) -> None:
-        ids = decode_ids(frame.payload)
+        ids, adapter = decode_ids(frame.payload)
         if not isinstance(runner, StageRunner):
             runner.embed(ids)
             return
         self._take_over(runner, frame.step)
-        vector = runner.embedding(ids)
+        vector = runner.embedding(ids, adapter)
         if runner.stage.last:
             self._outbox.put(
                 [vector], lambda: self._control.send(Kind.VECTOR, frame.step, encode_plain(vector.tolist()))
             )
         else:
             self._hand_over(runner, frame.step, None)
+
+    def _take_adapter(self, frame: Frame) -> None:
+        try:
+            elsewhere = self._adapters.take(frame.payload)
+        except MlxServeError as error:
+            self._control.send(Kind.REFUSED, 0, encode_error(error))
+        else:
+            self._control.send(Kind.ADAPTER, 0, encode_plain(elsewhere))
 
     # -- frames --------------------------------------------------------------------------------------------
 

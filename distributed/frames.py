@@ -20,7 +20,7 @@ import numpy as np
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.batch import Admission, Batch, Segment
-from mlxserve.errors import DoesNotFit, EngineStopped, MlxServeError
+from mlxserve.errors import DoesNotFit, EngineStopped, MlxServeError, ModelInvalid, Unsupported
 from mlxserve.request import SamplingParams, TokenLogprob
 
 DIGEST_BYTES = 8
@@ -36,10 +36,13 @@ class Kind(IntEnum):
     HIDDEN = 5  # stage → next stage
     TOKENS = 6  # last stage → rank 0
     DONE = 7  # all → rank 0: a step is complete
-    EMBED = 8  # rank 0 → all: token ids whose embedding is wanted
+    EMBED = 8  # rank 0 → all: token ids whose embedding is wanted, and under which adapter
     VECTOR = 9  # last stage → rank 0: an embedding
     FAILED = 10  # all → rank 0: why a rank stops
     STOP = 11  # rank 0 → all, and back: the end
+    ADAPTER = 12  # rank 0 → all: a LoRA adapter; and back: its layers that a rank does not have
+    REFUSED = 14  # all → rank 0: in place of an answer, why not
+    DROP = 13  # rank 0 → all: an adapter that nobody uses any more
 
 
 class Diverged(EngineStopped):
@@ -78,8 +81,6 @@ class Ledger:
 
 # -- a batch ---------------------------------------------------------------------------------------------
 
-# slot, start, count, tokens, sample, draw
-_Segment = tuple[int, int, int, list[int] | None, bool, int]
 # temperature, top_k, top_p, min_p, repetition, presence and frequency penalty, logprobs, logit bias
 _Params = tuple[
     float | None,
@@ -102,7 +103,7 @@ _Batch = tuple[
     list[_Page],
     list[_Copy],
     list[_State],
-    list[_Segment],
+    list[Segment],
     list[_State],
     list[_Page],
 ]
@@ -118,7 +119,7 @@ def encode_batch(batch: Batch) -> bytes:
             batch.pages,
             batch.copies,
             batch.restores,
-            [(s.slot, s.start, s.count, s.tokens, s.sample, s.draw) for s in batch.segments],
+            batch.segments,
             batch.checkpoints,
             batch.later_pages,
         )
@@ -137,7 +138,7 @@ def decode_batch(step: int, body: bytes | memoryview) -> Batch:
         pages,
         copies,
         restores,
-        [Segment(*plain) for plain in segments],
+        segments,
         checkpoints,
         later,
     )
@@ -312,9 +313,13 @@ def decode_room(body: bytes | bytearray) -> Room:
     return msgspec.msgpack.decode(body, type=Room)
 
 
-def decode_ids(body: bytes | bytearray) -> list[int]:
-    """Token ids to embed."""
-    return msgspec.msgpack.decode(body, type=list[int])
+def decode_ids(body: bytes | bytearray) -> tuple[list[int], str | None]:
+    """Token ids to embed, and the digest of their adapter."""
+    return msgspec.msgpack.decode(body, type=tuple[list[int], str | None])
+
+
+def decode_names(body: bytes | bytearray) -> list[str]:
+    return msgspec.msgpack.decode(body, type=list[str])
 
 
 # -- embeddings and failures ---------------------------------------------------------------------------------
@@ -328,6 +333,12 @@ def encode_error(error: BaseException) -> bytes:
     """A failure as its class's name, its sentence and, where memory was short, both numbers."""
     needed, available = getattr(error, "needed_bytes", 0), getattr(error, "available_bytes", 0)
     return _encoder.encode((type(error).__name__, str(error), needed, available))
+
+
+def decode_refusal(body: bytes | bytearray) -> MlxServeError:
+    """The error of a rank that goes on: what was asked of it is at fault."""
+    name, sentence, *_ = msgspec.msgpack.decode(body, type=tuple[str, str, int, int])
+    return Unsupported(sentence) if name == Unsupported.__name__ else ModelInvalid(sentence)
 
 
 def decode_error(body: bytes | bytearray, rank: int) -> MlxServeError:

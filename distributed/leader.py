@@ -22,12 +22,14 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.config import EngineConfig
+from mlxserve.distributed.adapters import RankAdapters
 from mlxserve.distributed.channel import Channel
 from mlxserve.distributed.crew import Crew, Tokens
 from mlxserve.distributed.frames import Kind, Room, Start, decode_vector, encode_masks, encode_plain
 from mlxserve.distributed.handover import Outbox, Part, form_of
 from mlxserve.distributed.rank import RankContext
 from mlxserve.distributed.runners import StageRunner, TensorRunner
+from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.batch import Batch
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.runner import Drawn, Forward, Limits, Runner, make_runner
@@ -85,6 +87,11 @@ class LeadingRanks:
         start = Start.of(way, context, config, handed, self.context.gathered_bytes)
         room = self.crew.agree(start, Room(limits.pages, limits.state_slots))
         return Limits(room.pages, room.state_slots)
+
+    def make_adapters(self, loaded: LoadedModel, way: str, users: Callable[[str], int]) -> Adapters:
+        """Adapters that are put on every rank's layers."""
+        whole = self.context.split.mode == "pipeline"
+        return RankAdapters(loaded, way, users, crew=self.crew, whole_layers=whole)
 
     def make_runner(self, model: nn.Module, way: str, config: EngineConfig, **settings: Any) -> Runner:
         """A runner for rank 0's part, which announces each batch to the others."""
@@ -147,9 +154,9 @@ class TensorLeader(TensorRunner, _Leading):
         with _announced(forward.batch.step):
             return super().draw(forward, masks)
 
-    def embed(self, ids: list[int]) -> list[float]:
-        """As in one process, with every rank's part."""
-        self.crew.send_all(Kind.EMBED, 0, encode_plain(ids))
+    def embed(self, ids: list[int], adapter: str | None = None) -> list[float]:
+        """As in one process, with every rank's part; here no adapter is ever loaded."""
+        self.crew.send_all(Kind.EMBED, 0, encode_plain((ids, None)))
         with _announced(0):
             return super().embed(ids)
 
@@ -194,12 +201,12 @@ class PipelineLeader(StageRunner, _Leading):
             self.crew.send_last(Kind.MASKS, forward.batch.step, encode_masks(masks))
         return _Returning(forward.batch, None, None, self.crew)
 
-    def embed(self, ids: list[int]) -> list[float]:
+    def embed(self, ids: list[int], adapter: str | None = None) -> list[float]:
         """As in one process, stage by stage; behind the steps that are in flight."""
         self._embeddings += 1
-        self.crew.send_all(Kind.EMBED, self._embeddings, encode_plain(ids))
+        self.crew.send_all(Kind.EMBED, self._embeddings, encode_plain((ids, adapter)))
         with _announced(0):
-            self.embedding(ids)
+            self.embedding(ids, adapter)
             self._hand_over(self._embeddings)
         return decode_vector(self.crew.reply().payload)
 

@@ -64,9 +64,9 @@ class StageRunner(Runner):
         self._pack()
         return forward
 
-    def embedding(self, ids: list[int]) -> mx.array:
+    def embedding(self, ids: list[int], adapter: str | None) -> mx.array:
         """This stage's part of an embedding: in the last stage the vector (H,), before it `packed`."""
-        vector = self._embedding(ids)
+        vector = self._embedding(ids, adapter)
         if self.stage.last:
             mx.async_eval(vector)
         else:

@@ -76,10 +76,7 @@ class Adapters:
                 f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-' only.",
                 param="adapter",
             )
-        if not self.alone:
-            raise Unsupported(
-                "Adapters are not served by a model that several machines share.", param="adapter"
-            )
+        self._refuse_where_unfit()
         adapter = read(folder)
         digest = digest_of(folder)
         known = self._named.get(name)
@@ -111,6 +108,13 @@ class Adapters:
     def id_of(self, digest: str) -> int:
         """The model's number of an adapter that some request has."""
         return self._ids[digest]
+
+    def _refuse_where_unfit(self) -> None:
+        """Raise Unsupported where this model's layers cannot have adapters."""
+        if not self.alone:
+            raise Unsupported(
+                "Adapters are not served by a model that several machines share.", param="adapter"
+            )
 
     def _known(self, name: str) -> AdapterInfo:
         info = self._named.get(name)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mlxserve.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Positions [start, start + count) of the sequence in `slot`.
 
     tokens: their ids; None for one token that the step before sampled and nobody has read yet.

@@ -112,7 +112,8 @@ class Engine:
         self._shared = ranks is not None
         self.micro_batches = 0 if ranks is None else ranks.micro_batches
         self.memory = self._plan_memory()
-        self.adapters = Adapters(loaded, self.way, self._users_of, alone=ranks is None)
+        make_adapters = Adapters if ranks is None else ranks.make_adapters
+        self.adapters = make_adapters(loaded, self.way, self._users_of)
         self.runner = self._make_runner(ranks)
         self.runner.take_adapters(self.adapters.stack, self.adapters.id_of)
         self.scheduler = Scheduler(
@@ -439,7 +440,7 @@ class Engine:
 
     def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """The mean of the trunk's last hidden states of each sequence, scaled to length 1."""
-        number = 0 if adapter is None else self.adapters.id_of(self.adapters.digest(adapter))
+        digest = None if adapter is None else self.adapters.digest(adapter)
         if not isinstance(self.runner.model, PagedModel):
             raise Unsupported(f"{self.loaded.name} gives no embeddings: its layers cannot be read apart.")
         for ids in batch:
@@ -449,9 +450,7 @@ class Engine:
                     needed=len(ids),
                     limit=self.loaded.context,
                 )
-        if number:
-            return [self.runner.embed_through(ids, number) for ids in batch]
-        return [self.runner.embed(ids) for ids in batch]
+        return [self.runner.embed(ids, digest) for ids in batch]
 
     # -- set-up and figures ----------------------------------------------------------------------------------
 

@@ -19,10 +19,12 @@ import numpy as np
 
 from mlxserve.cache.pages import pages_for
 from mlxserve.config import EngineConfig
+from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.batch import Batch
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
+from mlxserve.models.load import LoadedModel
 from mlxserve.models.multilora import AdapterStack
 from mlxserve.models.paged import SOLO, PagedModel, Step
 from mlxserve.request import TokenLogprob
@@ -152,6 +154,10 @@ class Runner:
         """From now on admissions may name adapters; id_of: the stack's number of a name."""
         self.model.adapters, self._adapter_id = stack, id_of
 
+    def _number_of(self, adapter: str | None) -> int:
+        """An adapter's number in the stack; 0 for none."""
+        return 0 if adapter is None or self._adapter_id is None else self._adapter_id(adapter)
+
     def forward(self, batch: Batch) -> Forward:
         """Start a step: tables and settings first, then pages copied, the model, checkpoints taken."""
         forward = self._build(batch)
@@ -186,21 +192,20 @@ class Runner:
         """Tokens (R,) of the step's rows; nothing runs yet."""
         return self.sampler.draw(logits, forward.slots, forward.draws, masks)
 
-    def embed(self, ids: list[int]) -> list[float]:
+    def embed(self, ids: list[int], adapter: str | None = None) -> list[float]:
         """The mean of the trunk's output over one sequence, scaled to length 1; no page is touched.
 
+        adapter: the one that all its tokens have, as admissions name it.
         Raises Unsupported where the definition is not paged: its layers cannot be read apart.
         """
-        return self._embedding(ids).tolist()  # type: ignore[return-value]
-
-    def embed_through(self, ids: list[int], adapter: int) -> list[float]:
-        """The same through the adapter of this number."""
         return self._embedding(ids, adapter).tolist()  # type: ignore[return-value]
 
-    def _embedding(self, ids: list[int], adapter: int = 0) -> mx.array:
+    def _embedding(self, ids: list[int], adapter: str | None) -> mx.array:
         if not isinstance(self.model, PagedModel):
             raise Unsupported("This model gives no embeddings: its layers cannot be read apart.")
-        mean = self.model.hidden(mx.array(ids), adapter).astype(mx.float32).mean(axis=0)  # (H,)
+        mean = (
+            self.model.hidden(mx.array(ids), self._number_of(adapter)).astype(mx.float32).mean(axis=0)
+        )  # (H,)
         return mean / mx.maximum(mx.linalg.norm(mean), 1e-12)
 
     def close(self) -> None:
@@ -209,9 +214,7 @@ class Runner:
     def _enter(self, batch: Batch) -> None:
         for admission in batch.admitted:
             self.sampler.admit(admission)
-            name = admission.adapter
-            find = self._adapter_id
-            self.adapters[admission.slot] = 0 if name is None or find is None else find(name)
+            self.adapters[admission.slot] = self._number_of(admission.adapter)
             if admission.state_slot is not None:
                 self.state_slots[admission.slot] = admission.state_slot
         self._reserve(batch)
@@ -331,6 +334,9 @@ class Ranks(Protocol):
 
     def agree(self, way: str, context: int, config: EngineConfig, limits: Limits) -> Limits:
         """What all ranks have room for, given what this one has. Raises what a rank answers."""
+
+    def make_adapters(self, loaded: LoadedModel, way: str, users: Callable[[str], int]) -> Adapters:
+        """The adapters of the model, wherever its layers are."""
 
     def make_runner(
         self, model: nn.Module, way: str, config: EngineConfig, *, context: int, limits: Limits

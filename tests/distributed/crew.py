@@ -26,13 +26,14 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model served once: settings of the engine, rounds of requests (see rounds.py)."""
+    """One model served once: settings of the engine, rounds of requests (see rounds.py), adapters' folders."""
 
     folder: str
     rounds: Sequence[Sequence[dict[str, Any]]]
     settings: dict[str, Any] = field(default_factory=dict)
     micro_batches: int | None = None
     gathered_bytes: int | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
 
 
 def serve(split: str, cases: Sequence[Case], deadline_s: float = DEADLINE_S) -> list[dict[str, Any]]:

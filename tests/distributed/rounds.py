@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlxserve.engine.engine import Engine
@@ -10,29 +11,36 @@ from mlxserve.request import Request, SamplingParams
 from tests.engine.harness import Answer, finish
 
 
-def report(engine: Engine, rounds: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Run each round to its end; what was answered, as JSON's own types."""
-    answers = []
+def report(
+    engine: Engine, rounds: Sequence[Sequence[dict[str, Any]]], adapters: Mapping[str, str]
+) -> dict[str, Any]:
+    """Load adapters, run each round to its end, drop them; what was answered, as JSON's own types."""
+    answers: list[Any] = []
+    for name, folder in adapters.items():
+        engine.adapters.load(name, Path(folder))
     for number, asked in enumerate(rounds):
         texts = [each for each in asked if "embed" in each]
         if texts:
-            answers.append([{"vector": vector} for vector in engine.embed([each["embed"] for each in texts])])
+            vectors = [engine.embed([each["embed"]], each.get("adapter"))[0] for each in texts]
+            answers.append([{"vector": vector} for vector in vectors])
             continue
         listening = [Answer() for _ in asked]
         for place, (each, answer) in enumerate(zip(asked, listening)):
             engine.add(request(f"{number}.{place}", each), answer)
         finish(engine)
         answers.append([_plain(answer) for answer in listening])
+    for name in adapters:
+        engine.adapters.drop(name)
     return {"rounds": answers, "preemptions": engine.scheduler.preemptions, "way": engine.way}
 
 
 def request(name: str, asked: dict[str, Any]) -> Request:
-    """{"prompt": ids, any of SamplingParams' fields}; greedy, eight tokens, end-of-turn ids ignored."""
+    """{"prompt": ids, "adapter": name, any of SamplingParams' fields}; greedy, eight tokens, no end of turn."""
     settings = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 8, **asked}
-    prompt = settings.pop("prompt")
+    prompt, adapter = settings.pop("prompt"), settings.pop("adapter", None)
     if "logit_bias" in settings:
         settings["logit_bias"] = {int(token): bias for token, bias in settings["logit_bias"].items()}
-    return Request(name, prompt, SamplingParams(**settings).resolved())
+    return Request(name, prompt, SamplingParams(**settings).resolved(), adapter=adapter)
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

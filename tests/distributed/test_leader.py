@@ -13,7 +13,9 @@ import pytest
 
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.distributed import collective
+from mlxserve.distributed.adapters import RankAdapters
 from mlxserve.distributed.channel import PeerLost, free_ports
+from mlxserve.distributed.crew import Crew
 from mlxserve.distributed.follower import Follower, serve_rank
 from mlxserve.distributed.frames import Diverged, Kind
 from mlxserve.distributed.leader import leader_engine
@@ -22,9 +24,11 @@ from mlxserve.distributed.runners import StageRunner
 from mlxserve.distributed.split import Split
 from mlxserve.distributed.stages import make_stage
 from mlxserve.engine.engine import Engine
-from mlxserve.errors import DoesNotFit, EngineStopped, Unsupported
+from mlxserve.errors import DoesNotFit, EngineStopped, ModelInvalid, Unsupported
 from mlxserve.models.load import load_folder
 from mlxserve.text.tokenizer import load_tokenizer
+from tests import tiny
+from tests.adapters import write_adapter
 from tests.engine.harness import Answer, finish, request, run
 
 SPLIT = Split.pipeline([2, 1])
@@ -215,6 +219,31 @@ def test_pages_are_as_many_as_the_poorest_rank_has(pair: Pair, monkeypatch: pyte
 def test_a_disk_cache_is_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="--cache-dir"):
         pair.lead(cache_dir=tmp_path)
+
+
+def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pair, tmp_path: Path) -> None:
+    pair.follow()
+    engine = pair.lead()
+    deeper, other = tiny.build("llama", num_hidden_layers=4), tiny.build("llama", intermediate_size=96)
+    write_adapter(tmp_path / "deep", deeper, 1, endings=("o_proj",))
+    write_adapter(tmp_path / "wide", other, 1, endings=("layers.2.mlp.down_proj",))
+    with pytest.raises(ModelInvalid, match=r"layer model\.layers\.3\.self_attn\.o_proj does not exist"):
+        engine.adapters.load("deep", tmp_path / "deep")
+    with pytest.raises(ModelInvalid, match=r"model\.layers\.2\.mlp\.down_proj"):  # rank 1 says so
+        engine.adapters.load("wide", tmp_path / "wide")
+    assert not engine.adapters.listed and not engine.adapters.stack.nbytes
+    (answer,) = run(engine, [request([5, 6, 7], 4)])
+    assert len(answer.tokens) == 4
+    engine.close()
+    pair.follower.result(10.0)
+
+
+def test_divided_layers_have_no_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+    loaded = load_folder(tiny_llama, LoadConfig())
+    crew = Crew(RankContext(0, Split.tensor(2)))
+    adapters = RankAdapters(loaded, "rows", lambda digest: 0, crew=crew, whole_layers=False)
+    with pytest.raises(Unsupported, match="--split pipeline:N"):
+        adapters.load("any", tmp_path)
 
 
 def test_one_rank_needs_no_other(tiny_llama: Path) -> None:

@@ -14,6 +14,7 @@ from mlxserve.engine.engine import Engine
 from mlxserve.models.load import load_folder
 from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny
+from tests.adapters import write_adapter
 from tests.distributed.crew import Case, serve
 from tests.distributed.rounds import report
 from tests.engine.harness import prompts
@@ -48,20 +49,39 @@ def crowd() -> list[dict[str, Any]]:
     return [{"prompt": prompt[:6], "max_tokens": 30} for prompt in prompts(5, seed=8)]
 
 
+def adapted() -> list[list[dict[str, Any]]]:
+    """Two adapters and the base in one batch, twice, so that prefixes could be mistaken; and embeddings."""
+    names = [None, "one", "two", "one", None]
+    asked = [{"prompt": prompt, "adapter": name} for prompt, name in zip(prompts(5, seed=6), names)]
+    same = [{"prompt": prompts(1, seed=6)[0], "adapter": name} for name in ("two", None, "one")]
+    return [asked, same, [{"embed": [4, 5, 6], "adapter": name} for name in ("one", None)]]
+
+
 def case(
     folder: Path, kind: str, asked: Sequence[Any], model: dict[str, Any] | None = None, **more: Any
 ) -> Case:
     """A case on a tiny model of `kind`."""
-    apart = {name: more.pop(name) for name in ("micro_batches", "gathered_bytes") if name in more}
+    names = ("micro_batches", "gathered_bytes", "adapters")
+    apart = {name: more.pop(name) for name in names if name in more}
     written = tiny.write(folder / f"{kind}-{len(list(folder.iterdir()))}", kind, **(model or {}))
     return Case(str(written), asked, {**SETTINGS, **more}, **apart)
+
+
+def two_adapters(folder: Path) -> dict[str, str]:
+    """One on most layers; one, in PEFT's form, on the first layer alone: the other stage has nothing of it."""
+    model = tiny.build("llama")
+    write_adapter(folder / "adapters" / "one", model, 1)
+    write_adapter(folder / "adapters" / "two", model, 2, endings=("layers.0.mlp.up_proj",), form="peft")
+    return {name: str(folder / "adapters" / name) for name in ("one", "two")}
 
 
 def alone(asked: Case) -> dict[str, Any]:
     """The same case in this process."""
     folder = Path(asked.folder)
     loaded = load_folder(folder, LoadConfig())
-    return report(Engine(loaded, load_tokenizer(folder), EngineConfig(**asked.settings)), asked.rounds)
+    return report(
+        Engine(loaded, load_tokenizer(folder), EngineConfig(**asked.settings)), asked.rounds, asked.adapters
+    )
 
 
 def same_answers(found: Sequence[dict[str, Any]], cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -109,13 +129,13 @@ def test_four_ranks_by_tensors(tmp_path: Path) -> None:
 
 
 def test_two_stages(tmp_path: Path) -> None:
-    """Everything on a llama; recurrent state; a sliding window with packed keys and values; too few pages."""
+    """Everything on a llama; adapters; recurrent state; a sliding window with packed keys and values; too few pages."""
     full = rounds()
     cases = [
         case(tmp_path, "llama", full),
+        case(tmp_path, "llama", adapted(), adapters=two_adapters(tmp_path)),
         case(tmp_path, "lfm2", full[:2]),
         case(tmp_path, "gemma3_text", full[:1], {"head_dim": 32}, kv_bits=8),
-        case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000, micro_batches=1),
         case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000),
     ]
     found = serve("pipeline:2", cases)

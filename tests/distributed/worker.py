@@ -45,7 +45,7 @@ def carry_out(case: dict[str, Any], split_text: str, rank: int) -> dict[str, Any
         config = EngineConfig(**case["settings"])
         settings = {"stage": stage, "micro_batches": case["micro_batches"]}
         engine = leader_engine(context, loaded, load_tokenizer(folder), config, **settings)
-        found = report(engine, case["rounds"])
+        found = report(engine, case["rounds"], case["adapters"])
         engine.close()
     context.close()
     assert done == sorted(set(done)) and done, "steps complete in their order"
