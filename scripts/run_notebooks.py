@@ -51,7 +51,7 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _shorten(output: Any) -> None:
-    """Plain line breaks, no temporary folders; and what is shown as a drawing or a table needs no long description beside it."""
+    """Plain line breaks and no temporary folders; a drawing or a table needs no long description beside it."""
     if output.output_type == "stream":
         output.text = TEMPORARY.sub("…", output.text.replace("\r\n", "\n"))
     data = output.get("data") or {}
