@@ -98,6 +98,18 @@ class Blueprint:
             log.asked += [(name, whole(self.tensors[name].shape)) for name in group.tensors]
         return log.asked
 
+    def rows(self, parameter: str) -> list[int]:
+        """Which rows (along its last axis but one) of the stored matrix a parameter consists of, in order.
+
+        Empty where it is not made of regions of one tensor.
+        """
+        log = _Log(self.names)
+        try:
+            Assembler(log, dry=True).array(self.nodes[parameter])
+        except (Unknown, KeyError):
+            return []
+        return [row for _, region in log.asked if len(region) > 1 for row in region[-2]]
+
     @property
     def bytes(self) -> int:
         """Bytes that loading reads."""

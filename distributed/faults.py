@@ -12,7 +12,9 @@ MlxServeError
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mlxserve.errors import EngineStopped, MlxServeError
 
@@ -50,5 +52,27 @@ class Fault:
     name: str
     what: str
 
-    def __str__(self) -> str:
-        return f"{self.name} {self.what}."
+    @property
+    def sentence(self) -> str:
+        """For people: who, on which host, and what."""
+        return f"{self.name[0].upper()}{self.name[1:]} {self.what}."
+
+
+def encode_error(error: MlxServeError) -> dict[str, Any]:
+    """An error as plain values: its class's name and what it carries."""
+    return {"kind": type(error).__name__, "facts": dict(vars(error))}
+
+
+def decode_error(values: Mapping[str, Any]) -> MlxServeError:
+    """The error that another process met, of the same class where this one knows it."""
+    kinds = {kind.__name__: kind for kind in _descendants(MlxServeError)}
+    kind = kinds.get(str(values["kind"]), EngineStopped)
+    error = kind.__new__(kind, values["facts"]["message"])
+    vars(error).update(values["facts"])
+    return error
+
+
+def _descendants(kind: type[MlxServeError]) -> Iterator[type[MlxServeError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)

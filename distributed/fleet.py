@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mlxserve.distributed.faults import HostUnreachable, LaunchFailed
 from mlxserve.distributed.handshake import same_versions
-from mlxserve.distributed.hosts import Hostfile
+from mlxserve.distributed.hosts import Host, Hostfile
 from mlxserve.distributed.link import Link, is_local
 from mlxserve.errors import MlxServeError, UsageError
 
@@ -70,6 +71,10 @@ class Fleet:
     def names(self) -> list[str]:
         return [self.name(rank) for rank in range(self.size)]
 
+    def python(self, rank: int) -> str:
+        """The interpreter of a rank's host: the one that runs here, unless the hostfile names another."""
+        return self.hosts[rank].python or sys.executable
+
     # -- agents --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -98,6 +103,16 @@ class Fleet:
             elif isinstance(result, BaseException):
                 raise result
         return {rank: failed[key] for rank in range(self.size) if (key := self._key(rank)) in failed}
+
+    async def measured_hosts(self) -> list[Host]:
+        """The hosts, with the memory that they tell where the hostfile does not. Raises HostUnreachable."""
+        found = []
+        for rank, host in enumerate(self.hosts):
+            if host.memory_bytes is None:
+                look = await self.link(rank).call("look")
+                host = replace(host, memory_bytes=int(look["memory_bytes"]))
+            found.append(host)
+        return found
 
     def link(self, rank: int) -> Link:
         return self._links[self._key(rank)]

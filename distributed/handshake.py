@@ -55,12 +55,11 @@ def _package(name: str) -> str:
 class Identity:
     """What a rank is about to run: digests in hexadecimal.
 
-    tensors: a digest for every tensor whose bytes lie at this rank, by name; two ranks are compared in the
-    names that both have.
+    split: as text, layers of each rank included. tensors: a digest for every tensor, or part of one, whose
+    bytes this rank has read, by name; two ranks are compared in the names that both have.
     """
 
     split: str
-    plan: str
     dtype: str
     config: str
     tokenizer: str
@@ -83,7 +82,6 @@ _WORDS = {
 }
 _THINGS = {
     "split": "another split of the model",
-    "plan": "another plan",
     "dtype": "another data type",
     "config": "another config.json",
     "tokenizer": "another tokenizer",

@@ -1,58 +1,64 @@
 """`mlxserve launch`: from a hostfile and a command to an exit code.
 
-Knows: how a command runs on every rank, what is shown of each, what its end means. Serving, where ranks are
-restarted and requests survive them, is supervise.py. No MLX in here: this process must be able to act while
-ranks hang.
+Knows: how a command runs on every rank (`run_everywhere`), or in front of ranks that serve its model
+(`run_front`); signals; exit codes. Watching and restarting ranks that serve is supervise.py. No MLX in here:
+this process must be able to act while ranks hang.
 
-The exit code is 0 only if every rank ended with 0. A rank that fails takes the others with it: collectives
-would wait for it for ever.
+The exit code is 0 only if every rank ended with 0, or could be restored. A rank of a program that fails
+takes the others with it: collectives would wait for it for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import signal
+import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import TracebackType
 
-from mlxserve.distributed.faults import EXIT_DIVERGED, EXIT_LOST_PEER, Fault, RankFailed
-from mlxserve.distributed.fleet import Fleet, News, choose_backend
+from mlxserve.distributed.faults import RankFailed
+from mlxserve.distributed.fleet import Fleet
 from mlxserve.distributed.hosts import Host, Hostfile
+from mlxserve.distributed.outcome import SETTLE_S, Failure, Say, Scribe, at_fault, failure_of
+from mlxserve.distributed.supervise import Rules, Supervisor
 
-SETTLE_S = 0.5  # one death causes others: so long their order is not taken for the order of causes
 GRACE_S = 5.0
-LAST_LINES = 20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What a front is told by its environment: the socket to here, the hosts with their memory, the wanted split.
+LAUNCH = "MLXSERVE_LAUNCH"
 
-Say = Callable[[str], None]
 Argv = Callable[[Host], list[str]]
 
 
-def run_everywhere(hostfile: Hostfile, argv: Argv, *, backend: str | None, verbose: bool, say: Say) -> int:
+def run_everywhere(hostfile: Hostfile, argv: Argv, *, backend: str, verbose: bool, say: Say) -> int:
     """Run a command on every rank; rank 0's output is ours. `argv(host)` is its command line there.
 
     Returns 0, or 128 + n after signal n. Raises HostUnreachable, Mismatch, or RankFailed (its exit code
     replaced by the rank's own, where it has one).
     """
-    return asyncio.run(_everywhere(hostfile, argv, choose_backend(hostfile, backend), verbose, say))
+    return asyncio.run(_everywhere(hostfile, argv, backend, verbose, say))
 
 
 async def _everywhere(hostfile: Hostfile, argv: Argv, backend: str, verbose: bool, say: Say) -> int:
-    with stop_signals() as stop:
+    with StopSignals() as stop:
         async with Fleet(hostfile) as fleet:
             await fleet.open()
             fleet.next_epoch()
             await _start(fleet, argv, backend)
-            watch = asyncio.ensure_future(_watch(fleet, verbose, say))
+            scribe = Scribe(fleet, say, verbose=verbose, first_is_ours=True)
+            watch = asyncio.ensure_future(_watch(fleet, scribe))
             stopped = asyncio.ensure_future(stop.get())
             await asyncio.wait([watch, stopped], return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 stopped.cancel()
                 watch.result()
                 return 0
-            await _stop(fleet, stop, stopped.result(), watch)
+            await _stop(fleet, stop, watch)
             return 128 + stopped.result()
 
 
@@ -63,7 +69,7 @@ async def _start(fleet: Fleet, argv: Argv, backend: str) -> None:
         await fleet.start(rank, argv(host), env, files, control=False)
 
 
-async def _stop(fleet: Fleet, stop: asyncio.Queue[int], number: int, watch: asyncio.Task[None]) -> None:
+async def _stop(fleet: Fleet, stop: asyncio.Queue[int], watch: asyncio.Task[None]) -> None:
     """End the ranks in their own time; a second signal does not wait."""
     killing = asyncio.ensure_future(fleet.kill(GRACE_S))
     again = asyncio.ensure_future(stop.get())
@@ -77,22 +83,21 @@ async def _stop(fleet: Fleet, stop: asyncio.Queue[int], number: int, watch: asyn
         await watch
 
 
-async def _watch(fleet: Fleet, verbose: bool, say: Say) -> None:
+async def _watch(fleet: Fleet, scribe: Scribe) -> None:
     """Until all ranks have ended. Raises RankFailed for the one at fault, after ending the others."""
-    scribe = Scribe(fleet, verbose, say)
     while True:
         news = await fleet.news.get()
         if news.event == "wrote":
             scribe.write(news)
-        elif failed := _failure(fleet, news):
+        elif failed := failure_of(fleet, news):
             failures = [failed, *await _settle(fleet, scribe)]
             await fleet.kill(0)
-            raise _failed(fleet, failures, scribe)
+            raise _failed(at_fault(failures), scribe)
         elif not fleet.running:
             return
 
 
-async def _settle(fleet: Fleet, scribe: Scribe) -> list[tuple[Fault, int]]:
+async def _settle(fleet: Fleet, scribe: Scribe) -> list[Failure]:
     """What else happens in the moment after a first failure."""
     found = []
     with contextlib.suppress(TimeoutError):
@@ -101,85 +106,69 @@ async def _settle(fleet: Fleet, scribe: Scribe) -> list[tuple[Fault, int]]:
                 news = await fleet.news.get()
                 if news.event == "wrote":
                     scribe.write(news)
-                elif failed := _failure(fleet, news):
+                elif failed := failure_of(fleet, news):
                     found.append(failed)
     return found
 
 
-def _failure(fleet: Fleet, news: News) -> tuple[Fault, int] | None:
-    """A rank's fault and its exit code, where the news is one."""
-    name = fleet.name(news.rank)
-    if news.event == "lost":
-        return Fault(news.rank, name, f"was lost: {str(news.fields['reason']).rstrip('.')}"), 0
-    code = news.fields.get("code", 0) if news.event == "ended" else 0
-    return (Fault(news.rank, name, ending(code)), code) if code else None
-
-
-def ending(code: int) -> str:
-    """How a process ended, as a clause: its exit code, or the signal's name."""
-    if code == EXIT_LOST_PEER:
-        return "lost its connection to another rank"
-    if code == EXIT_DIVERGED:
-        return "found its numbers changed"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
-
-
-def at_fault(failures: Sequence[tuple[Fault, int]]) -> tuple[Fault, int]:
-    """The cause among failures that came together: a signal or a lost host before exit codes, and those
-    before ranks that only lost their connection to another."""
-
-    def order(item: tuple[Fault, int]) -> int:
-        code = item[1]
-        return 2 if code == EXIT_LOST_PEER else 1 if code > 0 else 0
-
-    return min(failures, key=order)
-
-
-def _failed(fleet: Fleet, failures: Sequence[tuple[Fault, int]], scribe: Scribe) -> RankFailed:
-    fault, code = at_fault(failures)
-    error = RankFailed(f"{str(fault)[0].upper()}{str(fault)[1:]}{scribe.last_words(fault.rank)}")
-    if code:
-        error.exit_code = code if code > 0 else 128 - code
+def _failed(failure: Failure, scribe: Scribe) -> RankFailed:
+    error = RankFailed(failure.fault.sentence + scribe.last_words(failure.fault.rank))
+    if failure.code:
+        error.exit_code = failure.code if failure.code > 0 else 128 - failure.code
     return error
 
 
-class Scribe:
-    """What ranks write: rank 0's passes, the others' standard error is kept for when they fail.
+# -- a front, and ranks that serve its model ------------------------------------------------------------------
 
-    verbose: all of it is shown, each line with its rank.
+
+def run_front(hostfile: Hostfile, argv: Sequence[str], rules: Rules, *, verbose: bool, say: Say) -> int:
+    """Run one of our commands here, its model on the ranks of a hostfile.
+
+    Returns the command's exit code, 128 + n if signal n killed it; where that is 0 although ranks were lost
+    for good, their error's. Raises HostUnreachable or Mismatch before anything runs.
     """
-
-    def __init__(self, fleet: Fleet, verbose: bool, say: Say) -> None:
-        self._fleet, self._verbose, self._say = fleet, verbose, say
-        self._rest = [""] * fleet.size
-        self._kept: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in range(fleet.size)]
-
-    def write(self, news: News) -> None:
-        text = news.fields["text"]
-        if news.rank == 0:
-            out = sys.stdout if news.fields["stream"] == "stdout" else sys.stderr
-            out.write(text)
-            out.flush()
-            return
-        if news.fields["stream"] == "stdout" and not self._verbose:
-            return
-        *lines, self._rest[news.rank] = (self._rest[news.rank] + text).split("\n")
-        self._kept[news.rank].extend(lines)
-        if self._verbose:
-            for line in lines:
-                self._say(f"[{self._fleet.name(news.rank)}] {line}")
-
-    def last_words(self, rank: int) -> str:
-        """The last line that a rank other than 0 wrote on standard error, as a sentence's end."""
-        lines = [line for line in [*self._kept[rank], self._rest[rank]] if line.strip()]
-        return f" It wrote last: {lines[-1].strip()}" if lines else ""
+    return asyncio.run(_front(hostfile, argv, rules, verbose, say))
 
 
-class stop_signals:
+async def _front(hostfile: Hostfile, argv: Sequence[str], rules: Rules, verbose: bool, say: Say) -> int:
+    with StopSignals() as stop:
+        async with Fleet(hostfile) as fleet:
+            await fleet.open()
+            scribe = Scribe(fleet, say, verbose=verbose, first_is_ours=False)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                hosts = [asdict(host) for host in await fleet.measured_hosts()]
+                setting = {"fd": theirs.fileno(), "hosts": hosts, "split": rules.split, "link": hostfile.link}
+                env = {**os.environ, LAUNCH: json.dumps(setting)}
+                front = await asyncio.create_subprocess_exec(*argv, env=env, pass_fds=(theirs.fileno(),))
+            passing = asyncio.ensure_future(_pass_signals(stop, front))
+            supervisor = Supervisor(fleet, ours, rules, scribe)
+            supervising = asyncio.ensure_future(supervisor.run())
+            code = await front.wait()
+            passing.cancel()
+            await supervising
+    if code == 0 and supervisor.failed is not None:
+        return supervisor.failed.exit_code
+    return code if code >= 0 else 128 - code
+
+
+async def _pass_signals(stop: asyncio.Queue[int], front: asyncio.subprocess.Process) -> None:
+    """Hand stop signals to the front, which drains and ends. Ctrl-C at a terminal has reached it already."""
+    while True:
+        number = await stop.get()
+        if not (number == signal.SIGINT and _in_foreground()):
+            with contextlib.suppress(ProcessLookupError):
+                front.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+class StopSignals:
     """While open, SIGINT, SIGTERM and SIGHUP arrive as numbers in a queue."""
 
     def __enter__(self) -> asyncio.Queue[int]:
@@ -189,6 +178,8 @@ class stop_signals:
             self._loop.add_signal_handler(number, found.put_nowait, int(number))
         return found
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number in STOP_SIGNALS:
             self._loop.remove_signal_handler(number)

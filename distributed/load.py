@@ -74,11 +74,13 @@ class ShardLoaded:
     loaded: the model, divided (tensor parallel) or staged (pipeline). bytes_read: of tensors, from files.
     bytes_planned: what the blueprint said. digests: SHA-256 (its first 128 bits) of every region read, by
     tensor name, with the region behind it where it is not the whole tensor. stage: the pipeline's handle.
+    blueprint: what the model was made by.
     """
 
     loaded: RankModel
     bytes_read: int
     bytes_planned: int
+    blueprint: Blueprint
     digests: dict[str, str] = field(default_factory=dict)
     stage: Stage | None = None
 
@@ -91,12 +93,14 @@ def load_shard(
     group: mx.distributed.Group | None = None,
     *,
     digest: bool = True,
+    packed: bool = False,
 ) -> ShardLoaded:
     """Read rank `rank`'s part of a folder with safetensors.
 
     group: the ranks' process group; without one, `sharding.attach_group` gives it to the model before it
     runs, so that what was read can be compared between ranks before they connect. digest: hash what is
-    read (about 0.7 s a gigabyte on one core).
+    read (in a second thread, about 0.7 s a gigabyte). packed: leave packed weights so on a CPU too, which is
+    slower there and takes less memory; QLoRA trains on them.
 
     Raises ModelUnsupported for a GGUF file or another toolkit's quantisation, which are only read whole,
     and for a model that cannot be divided like this; whatever loading a whole model raises for damaged
@@ -105,11 +109,11 @@ def load_shard(
     print_ = blueprint(files, settings, split, rank)
     planned = print_.bytes
     with TensorReader(print_.tensors, digest=digest) as reader:
-        _fill(print_, reader)
+        fill(print_, reader)
     if group is not None:
         attach_group(print_.model, group)
-    loaded = _finish(print_, files)
-    return ShardLoaded(loaded, reader.bytes_read, planned, reader.digests, print_.stage)
+    loaded = _finish(print_, files, packed)
+    return ShardLoaded(loaded, reader.bytes_read, planned, print_, reader.digests, print_.stage)
 
 
 def blueprint(files: ModelFiles, settings: LoadConfig, split: Split, rank: int) -> Blueprint:
@@ -173,7 +177,7 @@ class _Regions:
         self._reader.read(self._names[source], region, out)
 
 
-def _fill(print_: Blueprint, reader: TensorReader) -> None:
+def fill(print_: Blueprint, reader: TensorReader) -> None:
     """Put the rank's parameters into its model, and stand-ins into those of others."""
     assembler = Assembler(_Regions(print_, reader))
     rest = []
@@ -220,7 +224,7 @@ def _read_whole(tensor: TensorInfo, name: str, reader: TensorReader, dtype: mx.D
 # -- what follows reading -------------------------------------------------------------------------------------
 
 
-def _finish(print_: Blueprint, files: ModelFiles) -> RankModel:
+def _finish(print_: Blueprint, files: ModelFiles, packed: bool) -> RankModel:
     """As models/load.py finishes a whole model: dtype, context, defaults, a digest of its own."""
     model, settings = print_.model, print_.settings
     stored = stored_dtype(dict(zip(print_.names, placeholders(print_))))
@@ -228,7 +232,7 @@ def _finish(print_: Blueprint, files: ModelFiles) -> RankModel:
     owned = set(print_.owned)
     modules = {name.rpartition(".")[0] for name in owned}
     on_cpu = mx.default_device() == mx.cpu
-    if on_cpu:
+    if on_cpu and not packed:
         dequantize_layers(model, dtype, more=DIVIDED, only=modules.__contains__)
     if dtype != stored or on_cpu:
         cast_floats(model, dtype, only=lambda name: name.rpartition(".")[0] in modules)

@@ -8,11 +8,13 @@ Rows that are apart are read one by one: in an array of (out, in) a cut of `in` 
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
 import math
 import os
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from mlxserve.models.files import BITS, TensorInfo
 
 # Storage by width: a tensor's bytes are moved as unsigned integers, whatever they mean.
 STORAGE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+MOST_HASHING = 2  # regions
 LARGEST_READ = 1 << 30  # some systems refuse to read 2 GiB at once
 
 
@@ -43,8 +46,9 @@ def region_key(name: str, region: Region, shape: tuple[int, ...]) -> str:
 class TensorReader:
     """Open files of one model.
 
-    bytes_read: bytes moved so far. digests: SHA-256 of every region read, by `region_key`, if wanted.
-    Not for several threads at once. Use as a context manager; it closes its files.
+    bytes_read: bytes moved so far. digests: SHA-256 (its first 128 bits) of every region read, by
+    `region_key`, if wanted; complete when the reader is left. A second thread computes them while the next
+    region is read. For one thread; use as a context manager.
     """
 
     def __init__(self, tensors: dict[str, TensorInfo], *, digest: bool = True) -> None:
@@ -53,6 +57,8 @@ class TensorReader:
         self.digests: dict[str, str] = {}
         self._digest = digest
         self._open: dict[Path, int] = {}
+        self._hasher = ThreadPoolExecutor(1)
+        self._hashing: deque[tuple[str, Future[str]]] = deque()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -61,6 +67,8 @@ class TensorReader:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        self._collect(0)
+        self._hasher.shutdown()
 
     def read(self, name: str, region: Region, out: np.ndarray) -> None:
         """Put a region of a tensor into `out`, which has its shape and `storage_type`.
@@ -69,19 +77,23 @@ class TensorReader:
         """
         tensor = self.tensors[name]
         target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
-        seen = hashlib.sha256() if self._digest else None
         flat = target.reshape(-1).view(np.uint8)
         place = 0
         for offset, length in _pieces(tensor, region, target.itemsize):
-            piece = memoryview(flat[place : place + length])  # type: ignore[arg-type]
-            self._fill(tensor, offset, piece)
-            if seen is not None:
-                seen.update(piece)
+            self._fill(tensor, offset, memoryview(flat[place : place + length]))  # type: ignore[arg-type]
             place += length
-        if seen is not None:
-            self.digests[region_key(name, region, tensor.shape)] = seen.hexdigest()[:32]
+        if self._digest:
+            key = region_key(name, region, tensor.shape)
+            self._hashing.append((key, self._hasher.submit(_sha256, flat)))
+            self._collect(MOST_HASHING)
         if target is not out:
             out[...] = target
+
+    def _collect(self, most: int) -> None:
+        """Take finished digests until at most `most` are being computed, whose regions stay in memory."""
+        while len(self._hashing) > most:
+            key, digest = self._hashing.popleft()
+            self.digests[key] = digest.result()
 
     def digest(self, name: str, region: Region) -> None:
         """Read a region for its digest alone, holding at most 16 MiB of it."""
@@ -113,6 +125,10 @@ class TensorReader:
         return self._open[file]
 
 
+def _sha256(data: np.ndarray) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]  # type: ignore[arg-type]
+
+
 def region_bytes(tensor: TensorInfo, region: Region) -> int:
     return elements(region) * BITS[tensor.dtype] // 8
 
@@ -131,8 +147,10 @@ def _pieces(tensor: TensorInfo, region: Region, item: int) -> Iterator[tuple[int
     if outer and outer[-1].step == 1:  # the last cut axis is a run as well
         run *= len(outer[-1])
         outer[-1] = range(outer[-1].start, outer[-1].start + 1)
-    for index in itertools.product(*outer):
-        yield tensor.start + sum(i * stride for i, stride in zip(index, strides)), run
+    steps = [np.array(axis) * stride for axis, stride in zip(outer, strides)]
+    offsets = functools.reduce(np.add.outer, steps, np.array(tensor.start))
+    for offset in offsets.ravel().tolist():
+        yield offset, run
 
 
 def empty_like(tensor: TensorInfo, region: Region) -> np.ndarray:

@@ -57,6 +57,11 @@ class Stage:
     def last(self) -> bool:
         return self.layers.stop == self.total
 
+    @property
+    def takes(self) -> int:
+        """How many arrays `hand_in` wants."""
+        return len(_arrays(self._form))
+
     def hand_out(self) -> list[mx.array]:
         """The arrays of `output`, in order."""
         return _arrays(self.output)
@@ -243,9 +248,12 @@ def _handing(layer_class: type, before: bool) -> type:
 
 
 def _skeleton(value: Any) -> Any:
-    """A module without arrays: plain attributes and, hollow again, the modules below it."""
+    """A module without arrays: plain attributes and, hollow again, the modules below it.
+
+    Modules at the ends become plain ones, so that nobody takes one for a layer with weights.
+    """
     if isinstance(value, nn.Module):
-        bare: Any = nn.Module.__new__(type(value))
+        bare: Any = nn.Module.__new__(type(value) if value.children() else nn.Module)
         nn.Module.__init__(bare)
         vars(bare).update(vars(value))
         for key, part in value.items():

@@ -119,17 +119,21 @@ class Optimizer:
 
 
 def map_moments(state: Arrays, change: Callable[[Arrays], Arrays]) -> Arrays:
-    """An optimiser's state with `change` done to its moments, as dicts by the parameter's name."""
-    leaves: dict[str, dict[str, str]] = {}
-    for key in state:
-        _, _, rest = key.partition(".")
+    """An optimiser's state with `change` done to its moments, as dicts by the parameter's name.
+
+    `change` may give other names than it took: a part's moments become the whole model's, or the reverse.
+    """
+    leaves: dict[tuple[str, str], Arrays] = {}
+    changed: Arrays = {}
+    for key, value in state.items():
+        group, _, rest = key.partition(".")
         name, separator, leaf = rest.rpartition(".")
         if separator:
-            leaves.setdefault(leaf, {})[name.replace("/", ".")] = key
-    changed = dict(state)
-    for keys in leaves.values():
-        made = change({name: state[key] for name, key in keys.items()})
-        changed |= {key: made[name] for name, key in keys.items()}
+            leaves.setdefault((group, leaf), {})[name.replace("/", ".")] = value
+        else:
+            changed[key] = value
+    for (group, leaf), moments in leaves.items():
+        changed |= {f"{group}.{_key(name)}.{leaf}": value for name, value in change(moments).items()}
     return changed
 
 

@@ -283,7 +283,7 @@ class Trainer:
                 total[:2] += self.stepper.loss(self._batch(data, numbers), self._known(which, numbers))
                 yield "held-out"
         _, sums = self.share.reduce({}, mx.array(total.astype(np.float32)))
-        return float(total[0] / total[1]) if self.share.size == 1 else float(sums[0] / sums[1])
+        return float(total[0] / total[1]) if self.share.reduce is alone else float(sums[0] / sums[1])
 
     def _report(self, step: Step, rate: float, seconds: float) -> None:
         self._tell(

@@ -154,7 +154,9 @@ class Request:
     `id` is unique in an engine. `client` is whom fairness counts. `params` are resolved settings.
     `adapter` names a LoRA adapter loaded on the base model, None the base itself. `deadline_s`: seconds
     after arrival when an unfinished request is given up. `continues`: the answer goes on from the prompt's
-    text, as a raw completion does, so that a space it begins with is part of it.
+    text, as a raw completion does, so that a space it begins with is part of it. `whole`: nobody looks at the
+    answer before its end, so that it may be begun again elsewhere. `resume`: tokens of the answer that were
+    made, and handed out, before; the answer goes on behind them.
     """
 
     id: str
@@ -164,6 +166,8 @@ class Request:
     client: str = ""
     adapter: str | None = None
     deadline_s: float | None = None
+    whole: bool = False
+    resume: Sequence[int] = ()
     continues: bool = False
 
 

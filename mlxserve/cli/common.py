@@ -36,9 +36,10 @@ def open_llm(
     from mlxserve.models.backend import check_backend
 
     check_backend()
+    from mlxserve.distributed.front import launched
     from mlxserve.engine.llm import LLM
 
-    with LLM(model, load=load, engine=engine) as llm:
+    with _llm_on_ranks(model, load, engine) if launched() else LLM(model, load=load, engine=engine) as llm:
         for note in llm.notes:
             say(note)
         if adapter is not None:
@@ -47,6 +48,15 @@ def open_llm(
             if note:
                 say(note)
         yield llm
+
+
+def _llm_on_ranks(model: str, load: LoadConfig, engine: EngineConfig) -> LLM:
+    """The same where `mlxserve launch` has started this command: the model is on its ranks."""
+    from mlxserve.distributed.front import start_ranks
+    from mlxserve.engine.llm import LLM
+    from mlxserve.models.resolve import resolve
+
+    return LLM.on(start_ranks(resolve(model), load, engine))
 
 
 def require_template(llm: LLM, raw: bool) -> None:

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from mlxserve.cli.common import say
+from mlxserve.distributed.supervise import Rules
 from mlxserve.errors import UsageError
+
+# Commands that run once, in front of ranks that have their model.
+FRONTS = ("serve", "generate")
 
 if TYPE_CHECKING:
     from mlxserve.distributed.hosts import Host, Hostfile
@@ -24,23 +28,67 @@ if TYPE_CHECKING:
 @click.option(
     "--backend", type=click.Choice(["ring", "jaccl", "jaccl-ring"]), help="[default: the hostfile's]"
 )
+@click.option(
+    "--split",
+    metavar="tensor:2|pipeline:76,50",
+    help="How serve and generate divide the model.  [default: the plan's]",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0.2),
+    default=Rules().deadline_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence or standstill of a rank that is a fault.",
+)
+@click.option(
+    "--sweep",
+    type=click.FloatRange(0.1),
+    default=Rules().sweep_s,
+    show_default=True,
+    metavar="SECONDS",
+    help="Look at every weight again within this time.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=Rules().restarts,
+    show_default=True,
+    help="Start ranks anew so often within ten minutes.",
+)
 @click.option("--verbose", is_flag=True, help="Show what every rank writes.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(
-    hosts: Path | None, count: int | None, backend: str | None, verbose: bool, command: tuple[str, ...]
+    hosts: Path | None,
+    count: int | None,
+    backend: str | None,
+    split: str | None,
+    deadline: float,
+    sweep: float,
+    restarts: int,
+    verbose: bool,
+    command: tuple[str, ...],
 ) -> None:
     """Run a command on several Macs.
 
-    For example: mlxserve launch --hosts FILE -- lora train …
+    For example: mlxserve launch --hosts FILE -- serve --model MODEL
 
-    COMMAND is one of mlxserve's own, or a program, which then runs on every rank with MLX's distributed
-    variables set. Rank 0's output is shown; the exit code is 0 only if every rank's is.
+    COMMAND is serve or generate, which run here with their model divided over the ranks; or any other of
+    mlxserve's commands or a program, which run on every rank with MLX's distributed variables set, rank 0's
+    output being shown. The exit code is 0 only if no rank failed for good.
     """
-    from mlxserve.distributed.launch import run_everywhere
+    from mlxserve.distributed.fleet import choose_backend
+    from mlxserve.distributed.launch import run_everywhere, run_front
 
-    code = run_everywhere(
-        ranks(hosts, count), lambda host: _argv(host, command), backend=backend, verbose=verbose, say=say
-    )
+    hostfile = ranks(hosts, count)
+    backend = choose_backend(hostfile, backend)
+    if command[0] in FRONTS:
+        rules = Rules(split, backend, deadline, sweep, restarts)
+        argv = [sys.executable, "-m", "mlxserve", *command]
+        code = run_front(hostfile, argv, rules, verbose=verbose, say=say)
+    else:
+        argv_on = lambda host: _argv(host, command)
+        code = run_everywhere(hostfile, argv_on, backend=backend, verbose=verbose, say=say)
     if code:
         sys.exit(code)
 

@@ -6,6 +6,7 @@ Knows: the terminal, and what the trainer wants handed in (memory, samples). The
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def _train(prepared: Prepared, *, resume: bool) -> None:
 
     display = lora_show.Bar() if sys.stderr.isatty() else lora_show.Lines(prepared.config)
     try:
-        result = run(prepared, resume=resume, watch=display, generate=complete)
+        result = run(prepared, resume=resume, watch=display, generate=complete, group=_group())
     finally:
         display.close()
     best = result.outcome.best_loss
@@ -183,6 +184,15 @@ def _train(prepared: Prepared, *, resume: bool) -> None:
         + (f", best loss {best:.4f}" if best else "")
     )
     click.echo(result.adapter)
+
+
+def _group() -> Any:
+    """The processes that `mlxserve launch` has started with this one, each on its part of the data; None alone."""
+    if "MLX_RANK" not in os.environ:
+        return None
+    import mlx.core as mx
+
+    return mx.distributed.init(strict=True)
 
 
 @lora.command("recipes")

@@ -25,6 +25,8 @@ from mlxserve.errors import UsageError
 from mlxserve.models.memory import show_bytes
 
 if TYPE_CHECKING:
+    from mlxserve.models.resolve import ModelFiles
+    from mlxserve.server.ports import AsyncEngine
     from mlxserve.server.settings import ModelChoice, Settings
 
 DEFAULTS = ServerConfig()
@@ -241,16 +243,20 @@ async def _serve(plan: Plan) -> None:
     import mlx.core as mx
 
     from mlxserve.cli.trainer import JobTrainer
+    from mlxserve.distributed.front import launched
     from mlxserve.engine.memory import machine_budget
     from mlxserve.server.app import make_app
     from mlxserve.server.lifecycle import bind, serve, warnings_for
     from mlxserve.server.local import LocalLoader
     from mlxserve.server.models import ModelRegistry
 
+    if launched() and len(plan.models) > 1:
+        raise UsageError("Ranks serve one model; give --model once.", param="model")
     listener = bind(plan.server)
     on_cpu = mx.default_device() == mx.cpu
     names = [choice.name for choice in plan.models]
-    loader = await asyncio.to_thread(LocalLoader, names, plan.load, plan.engine, on_cpu=on_cpu)
+    start = _start_on_ranks if launched() else None
+    loader = await asyncio.to_thread(LocalLoader, names, plan.load, plan.engine, on_cpu=on_cpu, start=start)
     models = ModelRegistry(
         loader,
         plan.server.memory_bytes or machine_budget(),
@@ -259,7 +265,7 @@ async def _serve(plan: Plan) -> None:
     )
     try:
         for choice in plan.models:
-            await _preload(models, loader.served[choice.name], choice)
+            await _preload(models, loader.served[choice.name], choice, pin=choice.pin or start is not None)
         for warning in warnings_for(plan.server):
             say(f"Warning: {warning}")
         say(f"Listening on {_address(plan.server, listener.getsockname()[1])}")
@@ -270,8 +276,16 @@ async def _serve(plan: Plan) -> None:
         listener.close()
 
 
-async def _preload(models: Any, name: str, choice: ModelChoice) -> None:
-    entry = await models.preload(name, pinned=choice.pin)
+async def _start_on_ranks(files: ModelFiles, load: LoadConfig, engine: EngineConfig) -> AsyncEngine:
+    """The engine of a model on the ranks that `mlxserve launch` has started."""
+    from mlxserve.distributed.front import start_ranks
+    from mlxserve.engine.aio import AsyncLLM
+
+    return AsyncLLM(await asyncio.to_thread(start_ranks, files, load, engine))
+
+
+async def _preload(models: Any, name: str, choice: ModelChoice, *, pin: bool) -> None:
+    entry = await models.preload(name, pinned=pin)
     for note in getattr(entry.engine, "notes", ()):
         say(note)
     say(f"{name}: {show_bytes(entry.card.needed_bytes)}, {entry.engine.context:,} tokens of context")

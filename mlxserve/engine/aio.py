@@ -17,7 +17,7 @@ from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.llm import Progress, open_worker
-from mlxserve.engine.worker import Worker
+from mlxserve.engine.worker import Handle, Served
 from mlxserve.errors import EngineStopped, MlxServeError, Unsupported
 from mlxserve.models.share import shared_copy
 from mlxserve.request import Delta, Request
@@ -30,9 +30,9 @@ T = TypeVar("T")
 class AsyncLLM:
     """An engine as asyncio code sees it. All its coroutines belong to the loop that `start` ran in."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Handle) -> None:
         self._worker = worker
-        self._engine: Engine = worker.engine
+        self._engine: Served = worker.engine
         self._mail = _Mailbox(asyncio.get_running_loop())
 
     @classmethod
@@ -74,6 +74,11 @@ class AsyncLLM:
     @property
     def healthy(self) -> bool:
         return self._worker.healthy
+
+    @property
+    def trouble(self) -> str | None:
+        """Why requests wait at the moment though they will be answered; None where nothing is wrong."""
+        return self._worker.trouble
 
     def stats(self) -> dict[str, Any]:
         """Figures of the engine as of now; cheap, and safe beside a running step."""

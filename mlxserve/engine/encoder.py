@@ -62,6 +62,10 @@ class AsyncEncoder:
     def healthy(self) -> bool:
         return self._open
 
+    @property
+    def trouble(self) -> str | None:
+        return None
+
     def stats(self) -> dict[str, Any]:
         return {"queue": 0, "running": 0, "texts": self._texts}
 

@@ -159,8 +159,19 @@ class Engine:
         text = TextStream(self.tokenizer, request.params.stop, continues=self._goes_on(request))
         stream = _Stream(sequence, text, sink, deadline, constraint)
         self._streams[request.id] = self._of[sequence] = stream
+        if request.resume:
+            self._resume(stream)
         if constraint is not None:
             self._force(stream)
+
+    def _resume(self, stream: _Stream) -> None:
+        """Take up an answer where another engine left it: its tokens, and the state of text and grammar."""
+        tokens = list(stream.sequence.request.resume)
+        self.scheduler.force(stream.sequence, tokens, self.clock())
+        for token in tokens:
+            stream.text.push(token)
+            if stream.constraint is not None:
+                stream.constraint.accept(token)
 
     def _goes_on(self, request: Request) -> bool:
         """True where the answer is one text with the prompt's; a prompt of special tokens has none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ from mlxserve.config import DEFAULT_MODEL, EngineConfig, LoadConfig
 from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.pageview import PageTables, page_tables
-from mlxserve.engine.worker import Worker
+from mlxserve.engine.worker import Handle, Worker
 from mlxserve.errors import MlxServeError, UsageError
 from mlxserve.models.load import LoadedModel, load
 from mlxserve.models.memory import show_bytes
@@ -82,15 +83,25 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._worker = open_worker(str(model), load, engine, progress=progress)
-        self._engine = self._worker.engine
-        self.adapter: str | None = None
+        self._take(open_worker(str(model), load, engine, progress=progress))
         try:
             for name, folder in (adapters or {}).items():
                 self.load_adapter(name, folder)
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def on(cls, worker: Handle) -> LLM:
+        """An LLM on an engine that runs already, wherever that is; closing it closes the engine."""
+        llm = cls.__new__(cls)
+        llm._take(worker)
+        return llm
+
+    def _take(self, worker: Handle) -> None:
+        self._worker = worker
+        self._engine = worker.engine
+        self.adapter: str | None = None
 
     # -- what a caller may know ------------------------------------------------------------------------------
 
@@ -282,6 +293,7 @@ class LLM:
         return Request(f"llm-{next(_names)}", prompt, resolved, adapter=adapter, continues=continues)
 
     def _run(self, requests: list[Request], progress: Callable[[int, int], None] | None) -> list[Output]:
+        requests = [replace(request, whole=True) for request in requests]
         inbox: queue.SimpleQueue[tuple[int, Delta | MlxServeError]] = queue.SimpleQueue()
         collected = [Collected() for _ in requests]
         try:

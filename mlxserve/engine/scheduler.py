@@ -182,6 +182,11 @@ class Scheduler:
         share = -(-len(streams) // self.micro_batches)
         return [s for s in streams if not s.in_flight][:share]
 
+    @property
+    def steps_begun(self) -> int:
+        """How many batches have been made."""
+        return self._step
+
     def commit(self, batch: Batch, tokens: list[int], now_s: float = 0.0) -> list[tuple[Sequence, int]]:
         """Take in what the step drew, a token for each segment with `sample`, in their order.
 

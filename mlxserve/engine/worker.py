@@ -13,18 +13,63 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from mlxserve.config import EngineConfig
 from mlxserve.engine.beside import Beside
 from mlxserve.engine.engine import Engine, Sink
 from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request
+from mlxserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 _Task = Callable[[Engine], None]
+
+
+class Served(Protocol):
+    """A loaded model and its figures, as callers see them."""
+
+    @property
+    def loaded(self) -> Loaded: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def adapters(self) -> Any: ...
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Loaded(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+
+class Handle(Protocol):
+    """An engine that runs somewhere else: on a thread (Worker), or in other processes. See Worker's methods."""
+
+    trouble: str | None
+
+    @property
+    def engine(self) -> Served: ...
+    @property
+    def healthy(self) -> bool: ...
+    def submit(self, request: Request, sink: Sink) -> None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def call(self, work: Callable[[Any], T]) -> Future[T]: ...
+    def beside(self, work: Callable[[Beside[T]], T]) -> Beside[T]: ...
+    def close(self) -> None: ...
 
 
 class Worker:
@@ -52,6 +97,9 @@ class Worker:
         except BaseException:
             self._closed = True
             raise
+
+    # Why nothing is computed at the moment, where that will pass by itself; here it never does.
+    trouble: str | None = None
 
     @property
     def healthy(self) -> bool:

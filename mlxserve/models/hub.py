@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ SMALL_FILES = (
 )
 NOT_NEEDED = ("*.bin.index.json", "*_state.json", "training_args*")
 PARALLEL = 4
+Choose = Callable[[Path, dict[str, TensorInfo]], Sequence[str]]
 LARGEST_OVER_HTTP = 50_000_000_000  # larger files come only through the Hub's own protocol
 
 
@@ -90,6 +91,23 @@ def pull(name: HubName, progress: Progress | None = None) -> Path:
     return folder / large[0] if name.file or large[0].lower().endswith(".gguf") else folder
 
 
+def pull_part(name: HubName, choose: Choose, progress: Progress | None = None) -> Path:
+    """Fetch the small files of `name` and only those weight files that `choose` names; return their folder.
+
+    choose: is given the folder, with its config.json, and the tensors of all weight files from their headers.
+    What is in the cache afterwards is a part, and is not taken for the model. Raises as `pull` and `peek` do.
+    """
+    _refuse_offline(name)
+    with _explained(name):
+        remote = look_up(name)
+        small, weights = choose_files(remote)
+        _refuse_gguf(name, weights)
+        folder = _fetch_listed(remote, small, remote.commit)
+        chosen = list(choose(folder, _headers(remote, weights or _weights_by_index(remote, folder))))
+        _fetch_large(remote, chosen, progress)
+        return _fetch_listed(remote, [*small, *chosen], remote.commit)
+
+
 def peek(name: HubName, folder: Path) -> dict[str, TensorInfo]:
     """The tensors of a model on the Hub, from its headers; its `config.json` is left in `folder`.
 
@@ -99,16 +117,24 @@ def peek(name: HubName, folder: Path) -> dict[str, TensorInfo]:
     with _explained(name):
         remote = look_up(name)
         _, weights = choose_files(remote)
-        if name.file or (weights and weights[0].lower().endswith(".gguf")):
-            raise ModelUnsupported(
-                f"{name} is a GGUF file, which can be described only once it is here: "
-                f"'mlxserve models pull {name}'."
-            )
+        _refuse_gguf(name, weights)
         for file in {CONFIG, INDEX} & set(remote.files):
             _fetch_to(remote, file, folder)
-        weights = weights or _weights_by_index(remote, folder)
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            headers = list(pool.map(lambda file: _remote_header(remote, file), weights))
+        return _headers(remote, weights or _weights_by_index(remote, folder))
+
+
+def _refuse_gguf(name: HubName, weights: Sequence[str]) -> None:
+    if name.file or (weights and weights[0].lower().endswith(".gguf")):
+        raise ModelUnsupported(
+            f"{name} is a GGUF file, which can be described only once it is here: "
+            f"'mlxserve models pull {name}'."
+        )
+
+
+def _headers(remote: Remote, weights: Sequence[str]) -> dict[str, TensorInfo]:
+    """The tensors of some weight files, from their first bytes."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        headers = list(pool.map(lambda file: _remote_header(remote, file), weights))
     return {tensor: info for header in headers for tensor, info in header.items()}
 
 

@@ -29,19 +29,24 @@ ENDPOINTS = {
 
 
 async def health(request: HttpRequest) -> Response:
-    """200 while the engines can go on; 503, with the reason, once one cannot."""
+    """200 while the engines go on; 503, with the reason, while one is being restored or once it cannot be."""
     service = service_of(request)
     failed = service.failed or next(
         (f"{e.card.name}'s engine has stopped." for e in service.models.loaded if not e.engine.healthy), None
     )
     if failed:
         return json_response({"status": "failed", "reason": failed}, 503)
+    trouble = next((e.engine.trouble for e in service.models.loaded if e.engine.trouble), None)
+    if trouble:
+        return json_response({"status": "recovering", "reason": trouble}, 503)
     return json_response({"status": "ok"})
 
 
 async def ready(request: HttpRequest) -> Response:
-    """200 while new requests are taken; 503 from a stop signal on."""
+    """200 while new requests are taken; 503 from a stop signal on, and while an engine is being restored."""
     service = service_of(request)
+    if any(entry.engine.trouble for entry in service.models.loaded):
+        return json_response({"status": "recovering"}, 503)
     if service.draining or service.failed or not service.models.healthy:
         return json_response({"status": "draining" if service.draining else "failed"}, 503)
     return json_response({"status": "ready", "models": [entry.card.name for entry in service.models.loaded]})

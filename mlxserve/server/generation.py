@@ -292,6 +292,7 @@ class _Budget:
 
 async def gather(run: Run) -> list[Reply]:
     """The whole replies, one a choice."""
+    run.requests = [replace(request, whole=True) for request in run.requests]
     replies = [Reply() for _ in run.requests]
     async with aclosing(run.steps()) as steps:
         async for step in steps:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,28 @@ from mlxserve.server.ports import AsyncEngine, ModelCard, PullProgress
 LEAST_TOKENS = 4096
 _PROGRESS_S = 0.2
 
+Start = Callable[[ModelFiles, LoadConfig, EngineConfig], Awaitable[AsyncEngine]]
+
 
 class LocalLoader:
     """Finds models here and starts engines for them.
 
     named: what `--model` said; paths are allowed there, and Hub names are fetched at once.
     on_cpu: weights become float32, so that they take more memory than their files.
+    start: makes an engine outside of this process, for named models alone; they take no memory here.
     """
 
-    def __init__(self, named: Sequence[str], load: LoadConfig, engine: EngineConfig, *, on_cpu: bool) -> None:
+    def __init__(
+        self,
+        named: Sequence[str],
+        load: LoadConfig,
+        engine: EngineConfig,
+        *,
+        on_cpu: bool,
+        start: Start | None = None,
+    ) -> None:
         self._load, self._engine, self._on_cpu = load, engine, on_cpu
+        self._start = start
         self._named: dict[str, ModelFiles] = {}
         self._cards: dict[Path, ModelCard] = {}
         # What was said for a model, and the name it is served under.
@@ -56,6 +68,8 @@ class LocalLoader:
 
     def catalogue(self) -> list[ModelCard]:
         files = dict(self._named)
+        if self._start is not None:
+            return [card for entry in files.values() if (card := self._card_or_none(entry)) is not None]
         for alias in PACKAGED:
             if (path := packaged_file(alias)) is not None:
                 files.setdefault(alias, ModelFiles("gguf", path, alias, "package"))
@@ -71,6 +85,8 @@ class LocalLoader:
     def _files(self, name: str) -> ModelFiles:
         if name in self._named:
             return self._named[name]
+        if self._start is not None:
+            raise self._nothing(name, fetchable=False)
         if name.lower() in PACKAGED and (packaged := find_local(name.lower())) is not None:
             return packaged
         hub_name = parse_hub_name(HUB.get(name.lower(), name))
@@ -100,7 +116,8 @@ class LocalLoader:
         known = self._cards.get(files.path)
         if known is None:
             known = self._cards[files.path] = _describe(files, self._load, self._engine, on_cpu=self._on_cpu)
-        return replace(known, name=files.name)
+        needed = known.needed_bytes if self._start is None else 0
+        return replace(known, name=files.name, needed_bytes=needed)
 
     # -- engines --------------------------------------------------------------------------------------
 
@@ -108,6 +125,8 @@ class LocalLoader:
         from mlxserve.engine.aio import AsyncLLM
 
         files = await asyncio.to_thread(self._files, card.name)
+        if self._start is not None:
+            return await self._start(files, self._load, self._engine)
         if card.embeds:
             from mlxserve.engine.encoder import AsyncEncoder
 

@@ -48,6 +48,11 @@ class AsyncEngine(Protocol):
         """False once the engine cannot go on."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why requests wait at the moment, though they will be answered; None where nothing is wrong."""
+        ...
+
     async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
         """One vector a sequence of tokens, of length one. Raises Unsupported where there is none."""
         ...

@@ -23,10 +23,13 @@ def config(kind: str, *, packed: bool = False) -> dict[str, Any]:
     return tiny.config(kind, **wide)
 
 
-def write(folder: Path, kind: str, *, packed: bool = False, **overrides: Any) -> ModelFiles:
-    """A folder of `kind` in float32, or packed to 4 bits in groups of 32."""
+def write(
+    folder: Path, kind: str, *, packed: bool = False, scale: float = 1.0, **overrides: Any
+) -> ModelFiles:
+    """A folder of `kind` in float32, or packed to 4 bits in groups of 32; matrices scaled by `scale`."""
     settings = {**config(kind, packed=packed), **overrides}
     model = tiny.build(kind, **settings)
+    model.apply(lambda value: scale * value if value.ndim > 1 else value)
     if packed:
         nn.quantize(
             model,

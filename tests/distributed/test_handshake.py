@@ -12,7 +12,7 @@ from mlxserve.distributed.handshake import Identity, Versions, same_model, same_
 
 NAMES = ["rank 0 (mac1)", "rank 1 (mac2)", "rank 2 (mac3)"]
 HERE = Versions("0.1.0", "0.32.4", "0.32.2", "3.11")
-MODEL = Identity("tensor:3", "p1", "float32", "c1", "t1", {"embed": "aa", "layers.0.q": "bb"})
+MODEL = Identity("tensor:3", "float32", "c1", "t1", {"embed": "aa", "layers.0.q": "bb"})
 
 
 def test_versions_of_this_process_are_those_of_its_packages() -> None:
@@ -47,7 +47,6 @@ def test_another_version_is_refused_by_name(change: dict[str, str], words: str) 
     ("change", "words"),
     [
         ({"split": "pipeline:1,1,1"}, "another split of the model"),
-        ({"plan": "p2"}, "another plan"),
         ({"dtype": "float16"}, "another data type"),
         ({"config": "c2"}, "another config.json"),
         ({"tokenizer": "t2"}, "another tokenizer"),

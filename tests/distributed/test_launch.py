@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from mlxserve.cli.main import main
 from mlxserve.distributed.faults import EXIT_LOST_PEER, Fault
 from mlxserve.distributed.fleet import Fleet, choose_backend
 from mlxserve.distributed.hosts import Host, Hostfile
-from mlxserve.distributed.launch import at_fault, ending
 from mlxserve.distributed.look import parse_devices, rdma_hint
+from mlxserve.distributed.outcome import Failure, at_fault, ending
 from mlxserve.errors import MlxServeError, UsageError
 from tests.distributed.processes import WAIT_S, Marked, until
 
@@ -182,8 +183,9 @@ def test_a_program_that_is_not_there(marked: Marked) -> None:
 
 
 @pytest.mark.parametrize("args", [["--", "models"], ["-n", "2", "--hosts", "x", "--", "models"], ["-n", "2"]])
-def test_wrong_flags_are_usage_errors(marked: Marked, args: list[str]) -> None:
-    assert marked.run("launch", *args).returncode == 2
+def test_wrong_flags_are_usage_errors(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert main(["launch", *args]) == 2
+    assert capsys.readouterr().err.startswith("mlxserve: ")
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------
@@ -218,12 +220,12 @@ def test_rdma_is_read_and_advised() -> None:
 
 
 def test_the_cause_comes_before_its_consequences() -> None:
-    lost = (Fault(0, "rank 0", ending(EXIT_LOST_PEER)), EXIT_LOST_PEER)
-    killed = (Fault(1, "rank 1", ending(-9)), -9)
-    failed = (Fault(2, "rank 2", ending(1)), 1)
+    lost = Failure(Fault(0, "rank 0", ending(EXIT_LOST_PEER)), EXIT_LOST_PEER)
+    killed = Failure(Fault(1, "rank 1", ending(-9)), -9)
+    failed = Failure(Fault(2, "rank 2", ending(1)), 1)
     assert at_fault([lost, failed, killed]) is killed
     assert at_fault([lost, failed]) is failed
-    assert str(killed[0]) == "rank 1 was killed by SIGKILL."
+    assert killed.fault.sentence == "Rank 1 was killed by SIGKILL."
 
 
 def test_the_backend_is_the_askers_then_the_files_then_the_wires() -> None:
@@ -250,3 +252,22 @@ def test_jaccl_gets_its_devices_and_coordinator() -> None:
         Fleet(Hostfile(tuple(Host(f"m{r}", (f"10.0.0.{r}",)) for r in range(2)))).meeting(
             1, [[1], [2]], "jaccl"
         )
+
+
+# -- training ---------------------------------------------------------------------------------------------------
+
+
+def test_lora_trains_on_every_ranks_share_of_the_data(marked: Marked, tiny_llama: Path) -> None:
+    rows = marked.folder / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1?", "completion": f"#### {i}"}) + "\n" for i in range(12))
+    )
+    values = [f"model={tiny_llama}", f"data.train={rows}", "save.dir=run", "train.steps=2", "log.every=1"]
+    values += ["data.valid=0.2", "train.tokens_per_batch=64", "train.max_seq=128"]
+    settings = [part for value in values for part in ("--set", value)]
+    done = marked.run("launch", "-n", "2", "--", "lora", "train", *settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "run/final\n" and done.stderr.count("step 2/2: loss") == 1
+    steps = [json.loads(line) for line in (marked.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in steps if event["kind"] == "step"] == [1, 2]
+    assert (marked.folder / "run" / "final" / "adapters.safetensors").is_file()

@@ -24,9 +24,9 @@ from mlxserve.errors import (
 from mlxserve.models import cached, hub, transfer
 from mlxserve.models.cached import HubName, find, list_cached, parse_hub_name, remove
 from mlxserve.models.describe import describe
-from mlxserve.models.files import INDEX, inspect
-from mlxserve.models.hub import pull
-from mlxserve.models.resolve import resolve
+from mlxserve.models.files import INDEX, TensorInfo, inspect
+from mlxserve.models.hub import pull, pull_part
+from mlxserve.models.resolve import look_for, resolve
 from mlxserve.models.transfer import Progress
 from tests.models.fake_hub import FakeHub, serve, use
 
@@ -429,3 +429,19 @@ def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == str(tmp_path)
+
+
+def test_a_part_is_fetched_by_what_the_headers_say_and_is_no_model(place: Place) -> None:
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    weights = {file: save({tensor: np.ones((40, 40), np.float32)}) for tensor, file in names.items()}
+    place.hub.add("org/model", {**_sharded(absent=True), **weights})
+
+    def choose(folder: Path, tensors: dict[str, TensorInfo]) -> list[str]:
+        assert (folder / "config.json").is_file() and tensors["b"].shape == (40, 40)
+        return [str(tensors["b"].file)]
+
+    folder = pull_part(ORG, choose, _silent)
+    assert (folder / names["b"]).read_bytes() == weights[names["b"]]
+    assert not (folder / names["a"]).exists() and (folder / "tokenizer.json").is_file()
+    assert isinstance(look_for("org/model"), HubName), "what is incomplete is not taken for the model"
+    assert resolve("org/model", _silent).path == folder and (folder / names["a"]).exists()

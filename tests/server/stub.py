@@ -160,6 +160,8 @@ class StubEngine:
     def stats(self) -> dict[str, float | int]:
         return {"queue": 0, "running": self.running, "pages_free": 100, "pages_total": 100}
 
+    trouble: str | None = None
+
     @property
     def healthy(self) -> bool:
         return not self.dead
