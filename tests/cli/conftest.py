@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,10 +46,13 @@ class Opened:
         self.model = ""
         self.load = LoadConfig()
         self.engine = EngineConfig()
+        self.adapter: Path | None = None
 
     @contextmanager
-    def __call__(self, model: str, load: LoadConfig, engine: EngineConfig) -> Iterator[FakeLLM]:
-        self.model, self.load, self.engine = model, load, engine
+    def __call__(
+        self, model: str, load: LoadConfig, engine: EngineConfig, adapter: Path | None = None
+    ) -> Iterator[FakeLLM]:
+        self.model, self.load, self.engine, self.adapter = model, load, engine, adapter
         yield self.llm
 
 

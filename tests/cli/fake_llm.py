@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mlxserve.cli import common
@@ -81,7 +82,9 @@ def _output(text: str, params: SamplingParams) -> Output:
 
 
 @contextmanager
-def opened(model: str, load: LoadConfig, engine: EngineConfig) -> Iterator[FakeLLM]:
+def opened(
+    model: str, load: LoadConfig, engine: EngineConfig, adapter: Path | None = None
+) -> Iterator[FakeLLM]:
     yield FakeLLM(name=model)
 
 
