@@ -163,8 +163,9 @@ class Rank:
         job, split = self.job, self.split
         assert split is not None
         group = None
-        if split.mode == "tensor" and split.size > 1:
-            group = mx.distributed.init(strict=True, backend=job.backend.partition("-")[0])
+        if split.mode == "tensor":
+            backend = job.backend.partition("-")[0] if split.size > 1 else "any"
+            group = mx.distributed.init(strict=split.size > 1, backend=backend)
             attach_group(shard.loaded.model, group)
         addresses = [(str(host), int(port)) for host, port in job.addresses]
         token = os.environ[TOKEN].encode()

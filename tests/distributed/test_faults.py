@@ -21,6 +21,12 @@ import openai
 import pytest
 
 from mlxserve import LLM, SamplingParams
+from mlxserve.config import EngineConfig, LoadConfig
+from mlxserve.distributed.choose import choose_split
+from mlxserve.distributed.hosts import Host, local_hosts
+from mlxserve.distributed.split import Split
+from mlxserve.errors import DoesNotFit, UsageError
+from mlxserve.models.resolve import resolve
 from tests import tiny
 from tests.distributed.processes import WAIT_S, Marked, until
 
@@ -295,9 +301,13 @@ def test_a_host_without_the_model_is_named(marked: Marked, model: Path) -> None:
     marked.nobody_is_left()
 
 
-def test_generate_prints_once_and_ends_well(marked: Marked, model: Path, alone: LLM) -> None:
-    """Over ssh; the same text as one process, on rank 0's side alone."""
-    done = generate(marked, model, "--hosts", marked.hostfile("mac1", "mac2"))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generate_prints_once_and_ends_well(marked: Marked, model: Path, alone: LLM, ranks: int) -> None:
+    """Over ssh, and with a single rank; the same text as one process, on rank 0's side alone."""
+    options = (
+        ["--hosts", marked.hostfile("mac1", "mac2")] if ranks == 2 else ["-n", "1", "--split", "tensor:1"]
+    )
+    done = generate(marked, model, *options)
     params = SamplingParams(max_tokens=6, temperature=0)
     assert done.returncode == 0, done.stderr
     assert done.stdout == alone.generate("Hello", params)[0].text.rstrip("\n") + "\n"
@@ -306,11 +316,31 @@ def test_generate_prints_once_and_ends_well(marked: Marked, model: Path, alone: 
 
 @pytest.mark.parametrize(
     ("split", "words"),
-    [("pipeline:2,2", "divides 4 layers, but the model has 3"), ("tensor:3", "3")],
+    [
+        ("pipeline:2,2", "divides 4 layers, but the model has 3"),
+        ("pipeline:1,1,1", "names 3 ranks, and there are 2"),
+        ("tensor:3", "names 3 ranks, and there are 2"),
+        ("halves", "'halves' is no split"),
+    ],
 )
-def test_case_64_a_wrong_split_is_refused(marked: Marked, model: Path, split: str, words: str) -> None:
-    done = generate(marked, model, "-n", split[-1] if split[0] == "t" else "2", "--split", split)
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+def test_case_64_a_wrong_split_is_refused(model: Path, split: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        split_for(model, 2, split)
+
+
+def test_case_64_a_split_is_the_one_asked_for_or_the_plans(model: Path) -> None:
+    assert str(split_for(model, 2, "pipeline:1,2")) == "pipeline:1,2"
+    assert str(split_for(model, 2, "tensor")) == "tensor:2"
+    assert str(split_for(model, 3, "pipeline")) == "pipeline:1,1,1"
+    planned = split_for(model, 2, None)
+    assert planned.size == 2
+    with pytest.raises(DoesNotFit, match="tiny0"):
+        small = [Host(f"tiny{rank}", memory_bytes=1000) for rank in range(2)]
+        choose_split(resolve(str(model)), small, None, LoadConfig(), EngineConfig(), "tcp")
+
+
+def split_for(model: Path, ranks: int, asked: str | None) -> Split:
+    return choose_split(resolve(str(model)), local_hosts(ranks), asked, LoadConfig(), EngineConfig(), "tcp")
 
 
 def generate(marked: Marked, model: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -62,11 +62,6 @@ def test_verbose_shows_every_rank(marked: Marked) -> None:
     assert "[rank 1 (local1)] from 1" in done.stderr
 
 
-def test_our_own_commands_run_as_such(marked: Marked) -> None:
-    done = marked.run("launch", "-n", "2", "--", "models", "--help")
-    assert done.returncode == 0 and "List, fetch, show and remove models" in done.stdout
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------
 
 
@@ -79,11 +74,6 @@ def test_our_own_commands_run_as_such(marked: Marked) -> None:
             "Rank 1 (local1) was killed by SIGKILL.",
         ),
         ("sys.exit('no disk' if rank else 0)", 1, "ended with exit code 1. It wrote last: no disk"),
-        (
-            "sys.exit(75) if rank == 0 else (time.sleep(0.1), sys.exit(3))",
-            3,
-            "Rank 1 (local1) ended with exit",
-        ),
     ],
 )
 def test_a_failed_rank_ends_all_and_is_named(marked: Marked, code: str, exit_code: int, words: str) -> None:
@@ -104,8 +94,7 @@ sys.exit(rank)
     marked.nobody_is_left()
 
 
-@pytest.mark.parametrize("hosts", [("-n", "2"), ("mac1", "mac2")])
-@pytest.mark.parametrize("victim", ["launcher", "agent"])
+@pytest.mark.parametrize(("victim", "hosts"), [("launcher", ("mac1", "mac2")), ("agent", ("-n", "2"))])
 def test_no_orphan_is_left_whatever_dies(marked: Marked, hosts: tuple[str, ...], victim: str) -> None:
     args = hosts if hosts[0] == "-n" else ("--hosts", marked.hostfile(*hosts))
     launcher = marked.start("launch", *args, *python("open(f'up{rank}', 'w').close(); time.sleep(600)"))
