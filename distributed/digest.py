@@ -18,11 +18,15 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+import mlx.core as mx
+
 from mlxserve.config import LoadConfig
-from mlxserve.distributed.blueprint import Blueprint
-from mlxserve.distributed.load import blueprint
+from mlxserve.distributed.blueprint import Blueprint, draw
+from mlxserve.distributed.exchange import exchange
+from mlxserve.distributed.load import ShardLoaded, blueprint
 from mlxserve.distributed.reader import TensorReader, region_key
 from mlxserve.distributed.split import Split
+from mlxserve.errors import ModelInvalid
 from mlxserve.models.files import read_config
 from mlxserve.models.resolve import ModelFiles
 
@@ -85,8 +89,6 @@ def reference_digests(
 
 
 def _redrawn(own: Blueprint, rank: int) -> Blueprint:
-    from mlxserve.distributed.blueprint import draw
-
     return draw(own.config, own.settings, own.tensors, own.split, rank, complete=not own.missing_ok)
 
 
@@ -129,6 +131,24 @@ def _remember(memory: Path, digests: dict[str, str]) -> None:
         os.replace(file.name, memory)
     except OSError:
         return
+
+
+def refuse_differences(group: mx.distributed.Group, loaded: ShardLoaded, files: ModelFiles) -> None:
+    """Raise ModelInvalid, on every rank, naming rank and tensor, unless all ranks read parts of one model.
+
+    For ranks that are connected already and have no handshake of their own, such as a trainer's.
+    """
+    mine = loaded.digests
+    if group.rank() == 0:
+        print_ = loaded.blueprint
+        mine = {**mine, **reference_digests(files, print_.split, 0, print_.settings)}
+    found = differences(exchange(group, {"config.json": config_digest(files.path), **mine}))
+    if found:
+        rank, name = found[0]
+        raise ModelInvalid(
+            f"Rank {rank} has another {name} than rank 0 or an earlier one; copy the model's files from one host "
+            "to the others."
+        )
 
 
 def differences(reports: list[dict[str, str]]) -> list[tuple[int, str]]:

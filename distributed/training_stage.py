@@ -13,7 +13,6 @@ backward pass begins with the gradient that the next stage sends. Only the last 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxserve.distributed.exchange import exchange
 from mlxserve.distributed.load import ShardLoaded
 from mlxserve.distributed.training import SUMMED, Arrays
 from mlxserve.errors import Unsupported
@@ -49,9 +49,9 @@ class StagePart:
     def connect(self, start: Arrays, *, optimizer: str) -> None:
         """Take this stage's part of what one process would start with.
 
-        start: every trainable parameter of the whole model, by name, as the trainer makes them. Any
-        `optimizer` will do: each parameter is whole on its rank. Raises Unsupported, on all ranks, for what
-        cannot be trained in stages.
+        start: every trainable parameter of the whole model, by name, as the trainer makes them; DoRA's
+        lengths, which follow from the weights, may be left out. Any `optimizer` will do: each parameter is
+        whole on its rank. Raises Unsupported, on all ranks, for what cannot be trained in stages.
         """
         self._own = [name for name, _ in tree_flatten(self.model.trainable_parameters())]
         odd = [name for name in start if name.rpartition(".")[2] not in LEAVES]
@@ -60,7 +60,7 @@ class StagePart:
                 f"A model divided by layers trains adapters only, not {odd[0]}; use lora.type=lora.",
                 param="lora.type",
             )
-        if not all(_exchange(self.group, bool(self._own))):
+        if not all(exchange(self.group, bool(self._own))):
             raise Unsupported(
                 "Every stage of a pipeline must hold a layer that trains; set lora.layers to all, or divide the "
                 "model otherwise.",
@@ -119,7 +119,7 @@ class StagePart:
         """Every stage's parameters (or their moments) together."""
         mine = {name: (list(value.shape), DTYPES.index(value.dtype)) for name, value in arrays.items()}
         forms: dict[str, Any] = {}
-        for theirs in _exchange(self.group, mine):
+        for theirs in exchange(self.group, mine):
             forms |= theirs
         full = {
             name: arrays[name] if name in arrays else mx.zeros(shape, DTYPES[dtype])
@@ -202,16 +202,6 @@ def _summed(arrays: Arrays, group: mx.distributed.Group) -> Arrays:
         found[name] = mx.distributed.all_sum(arrays[name], group=group)
         mx.eval(found[name])  # one after the other, in the same order on every rank
     return found
-
-
-def _exchange(group: mx.distributed.Group, mine: Any) -> list[Any]:
-    """Every rank's value, which JSON can hold, in the order of ranks."""
-    data = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-    lengths = np.array(mx.distributed.all_gather(mx.array([data.size]), group=group)).tolist()
-    padded = np.zeros((1, max(lengths)), np.uint8)
-    padded[0, : data.size] = data
-    rows = np.array(mx.distributed.all_gather(mx.array(padded), group=group))
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths)]
 
 
 def _without_head(model: nn.Module, config: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from mlxserve.lora.layers import add_adapters
 from mlxserve.lora.logs import Event, Files, other_logger
 from mlxserve.lora.plan import Plan, plan_run
 from mlxserve.lora.plot import plot
+from mlxserve.lora.share import Share
 from mlxserve.lora.train import Outcome, Trainer
 
 Generate = Callable[[Base, str, int], str]
@@ -74,15 +75,20 @@ class Prepared:
     plan: Plan
 
 
-def prepare(config: RunConfig, *, budget_bytes: int | None = None, force: bool = False) -> Prepared:
-    """Load model and data and plan the run. Raises DoesNotFit, unless forced, where memory is too small."""
+def prepare(
+    config: RunConfig, *, budget_bytes: int | None = None, force: bool = False, base: Base | None = None
+) -> Prepared:
+    """Load model and data and plan the run. Raises DoesNotFit, unless forced, where memory is too small.
+
+    base: a model that is open already, such as this process's part of one.
+    """
     if not config.model:
         raise UsageError("No model is named; set model in the YAML or with --set model=NAME.", param="model")
     if config.lora.type == "full" and config.quantize is not None:
         raise UsageError(
             "lora.type=full cannot train quantised weights; leave quantize out.", param="quantize"
         )
-    base = open_base(config.model, quantize=config.quantize)
+    base = base or open_base(config.model, quantize=config.quantize)
     if config.lora.type == "full" and base.config.get("quantization") is not None:
         raise UsageError(
             f"{config.model} is quantised, and lora.type=full trains floats only.", param="lora.type"
@@ -118,9 +124,14 @@ def run(
     watch: Callable[[Event], None] | None = None,
     generate: Generate | None = None,
     group: Any = None,
+    divide: Callable[[nn.Module], Share] | None = None,
     stop: threading.Event | None = None,
 ) -> Result:
-    """Train what was prepared. Raises as `Trainer.run`."""
+    """Train what was prepared. Raises as `Trainer.run`.
+
+    group: of processes that each have the whole model. divide: for those that have a part of it; called
+    with the model once its adapters are in, and gives the process's share.
+    """
     config, base = prepared.config, prepared.base
     folder = Path(config.save.dir)
     if not resume and (folder / "checkpoints").is_dir():
@@ -130,6 +141,7 @@ def run(
             param="save.dir",
         )
     add_adapters(base.model, config.lora, seed=config.train.seed)
+    share = divide(base.model) if divide else None
     watchers: list[Callable[[Event], None]] = [
         Files(folder, jsonl=config.log.jsonl),
         *([watch] if watch else []),
@@ -148,6 +160,7 @@ def run(
         watch=lambda event: _tell_all(watchers, event),
         generate=_sampler(config, base, generate),
         group=group,
+        share=share,
         stop=stop,
     )
     if resume:

@@ -9,7 +9,9 @@ Knows: nbclient and the notebooks' format. A notebook that fails is left as it w
 from __future__ import annotations
 
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from nbclient.exceptions import CellExecutionError
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/\w+")
 RICH = {"text/html", "image/svg+xml"}
 MOST_PLAIN = 80
 LANGUAGE = {"name": "python"}
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def execute(path: Path, timeout_s: int = 300) -> nbformat.NotebookNode:
+def execute(path: Path, timeout_s: int = 600) -> nbformat.NotebookNode:
     """The notebook with the outputs of a new run. Raises CellExecutionError where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -48,10 +51,12 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def _shorten(output: Any) -> None:
-    """Plain line breaks; and what is shown as a drawing or a table needs no long description beside it."""
+    """Plain line breaks and no temporary folders; a drawing or a table needs no long description beside it."""
     if output.output_type == "stream":
-        output.text = output.text.replace("\r\n", "\n")
+        output.text = TEMPORARY.sub("…", output.text.replace("\r\n", "\n"))
     data = output.get("data") or {}
+    for kind in {"text/html", "text/plain"} & set(data):
+        data[kind] = TEMPORARY.sub("…", data[kind])
     if RICH & set(data) and len(data.get("text/plain", "")) > MOST_PLAIN:
         data["text/plain"] = data["text/plain"].partition("(")[0]
 

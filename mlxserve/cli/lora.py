@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mlxserve.lora.api import Prepared
     from mlxserve.lora.plan import Plan
 
+SPLIT_HELP = "Under 'mlxserve launch': divide the model over the processes, tensor:2 or pipeline:2."
+
 
 @click.group()
 def lora() -> None:
@@ -146,36 +148,48 @@ def _tokenizer(name: str) -> Any:
 @run_options
 @click.option("--dry-run", is_flag=True, help="Load, check and plan, and stop before training.")
 @click.option("--force", is_flag=True, help="Train even if memory seems too small.")
-def train(config: RunConfig, dry_run: bool, force: bool) -> None:
+@click.option("--split", metavar="SPLIT", help=SPLIT_HELP)
+def train(config: RunConfig, dry_run: bool, force: bool, split: str | None) -> None:
     """Train, and write adapters, checkpoints and figures into save.dir."""
-    from mlxserve.lora.api import prepare
     from mlxserve.lora.train import count_steps
 
-    budget = _budget()
-    prepared = prepare(config, budget_bytes=budget, force=force)
-    say(lora_show.summary(prepared, count_steps(config, prepared.train), budget))
+    prepared, several = _prepare(config, force, split)
+    say(lora_show.summary(prepared, count_steps(config, prepared.train), _budget()))
     if not dry_run:
-        _train(prepared, resume=False)
+        _train(prepared, several, resume=False)
 
 
 @lora.command()
 @click.argument("run", type=FOLDER)
 @click.option("--force", is_flag=True, help="Train even if memory seems too small.")
-def resume(run: Path, force: bool) -> None:
+@click.option("--split", metavar="SPLIT", help=SPLIT_HELP)
+def resume(run: Path, force: bool, split: str | None) -> None:
     """Take up a run where its newest checkpoint left it."""
-    from mlxserve.lora.api import prepare
-
     config = read_config(run / "config.yaml")
     config = replace(config, save=replace(config.save, dir=str(run)))
-    _train(prepare(config, budget_bytes=_budget(), force=force), resume=True)
+    prepared, several = _prepare(config, force, split)
+    _train(prepared, several, resume=True)
 
 
-def _train(prepared: Prepared, *, resume: bool) -> None:
+def _prepare(config: RunConfig, force: bool, split: str | None) -> tuple[Prepared, dict[str, Any]]:
+    """The run, and what it is told of the other processes: a group, or how the model is divided."""
+    from mlxserve.lora.api import prepare
+
+    require_model(config.model)
+    if split is None:
+        return prepare(config, budget_bytes=_budget(), force=force), {"group": _group()}
+    from mlxserve.cli.lora_parts import open_part
+
+    base, divide = open_part(config, split, _group())
+    return prepare(config, budget_bytes=_budget(), force=force, base=base), {"divide": divide}
+
+
+def _train(prepared: Prepared, several: dict[str, Any], *, resume: bool) -> None:
     from mlxserve.lora.api import run
 
     display = lora_show.Bar() if sys.stderr.isatty() else lora_show.Lines(prepared.config)
     try:
-        result = run(prepared, resume=resume, watch=display, generate=complete, group=_group())
+        result = run(prepared, resume=resume, watch=display, generate=complete, **several)
     finally:
         display.close()
     best = result.outcome.best_loss

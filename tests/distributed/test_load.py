@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from mlxserve.config import LoadConfig
+from mlxserve.distributed import digest
 from mlxserve.distributed.digest import (
     config_digest,
     differences,
@@ -217,6 +219,24 @@ def test_one_changed_tensor_is_found_by_name(
         leader = {**rank_digests(mine, split, 0), **reference_digests(mine, split)}
         assert differences([leader, load_shard(mine, LoadConfig(), split, 1).digests]) == []
         assert differences([leader, load_shard(theirs, LoadConfig(), split, 1).digests]) == [(1, named)]
+
+
+def test_ranks_that_are_connected_refuse_another_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mine = shards.write(tmp_path / "mine", "llama")
+    theirs = changed(mine, tmp_path / "theirs", "model.layers.1.mlp.up_proj.weight")
+    loaded = load_shard(mine, LoadConfig(), TWO, 0)
+    for other, refused in ((mine, False), (theirs, True)):
+        report = {"config.json": config_digest(other.path), **rank_digests(other, TWO, 1)}
+        monkeypatch.setattr(digest, "exchange", lambda _, own, report=report: [own, report])
+        with (
+            pytest.raises(ModelInvalid, match="Rank 1 has another model.layers.1.mlp.up_proj.weight")
+            if (refused)
+            else nullcontext()
+        ):
+            digest.refuse_differences(FakeGroup(0, 2), loaded, mine)  # type: ignore[arg-type]
 
 
 def test_the_reference_reads_only_what_rank_0_does_not(
