@@ -99,12 +99,13 @@ def test_it_installs_into_an_empty_environment(built: Path, tiny_llama: Path, tm
         "--no-deps",
         "--no-index",
     ]
-    subprocess.run([*pip, str(wheel)], check=True)
+    # Without the paths that test runners hand on: pip would find this checkout, and have nothing to do.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, str(wheel)], check=True, env=clean, cwd=tmp_path)
     site = next(home.glob("lib/python*/site-packages"))
     (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     def run(*arguments: str) -> str:
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [str(home / "bin" / arguments[0]), *arguments[1:]],
             capture_output=True,
