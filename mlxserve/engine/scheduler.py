@@ -160,7 +160,8 @@ class Scheduler:
         for sequence in self._streams():
             if room > 0 and sequence.status is Status.RUNNING and sequence.may_run:
                 room -= self._plan(batch, sequence, 1)
-        room = min(room, self.pace.budget(len(self._now)))
+        # Streams whose last token is on its way wait for it too: it is read when this step has been begun.
+        room = min(room, self.pace.budget(sum(sequence.decoding for sequence in self.running)))
         for sequence in [s for s in self.running if not s.decoding and not s.in_flight]:
             if room > 0 and sequence.status is Status.RUNNING:
                 room -= self._plan(batch, sequence, self._chunk(sequence, room))
