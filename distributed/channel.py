@@ -105,8 +105,8 @@ class Channel:
 
         After a deadline has passed the connection is of no more use.
         """
-        self._in.settimeout(timeout_s)
         try:
+            self._in.settimeout(timeout_s)  # fails where another thread has closed the channel
             length, kind, step = HEADER.unpack(_read(self._in, HEADER.size))
             if length > MOST_BYTES:
                 raise self._lost(f"sent a frame of {length:,} bytes, and {MOST_BYTES:,} is the most")
