@@ -156,3 +156,23 @@ class FullAttentionLives(Lives):
 
 TestFullAttentionLives = FullAttentionLives.TestCase
 TestFullAttentionLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_last_token_on_its_way_still_bounds_the_prompts_beside_it() -> None:
+    """It is read only when the next step has been begun, so whoever waits for it waits for that step's chunk."""
+    config = EngineConfig(page_size=PAGE, max_sequences=4, step_tokens=64, min_chunk=3)
+    scheduler = Scheduler(config, Memory((GroupSpec(None, 40),), 0, 120), frozenset({EOS}), lambda: 7)
+    scheduler.pace.record(8, 1, 100.0)  # a slow machine: the smallest chunks beside streams
+    params = SamplingParams(max_tokens=2, temperature=0.0).resolved()
+    scheduler.add(Request("stream", [1, 2, 3], params))
+    prompt = scheduler.schedule()
+    assert prompt is not None
+    last = scheduler.schedule()  # the second and last token, before the first has been read
+    assert last is not None and [segment.tokens for segment in last.segments] == [None]
+    scheduler.commit(prompt, [5])
+    scheduler.add(Request("long", list(range(60)), params))
+    beside = scheduler.schedule()
+    assert beside is not None and [segment.count for segment in beside.segments] == [config.min_chunk]
+    scheduler.commit(last, [6])
+    alone = scheduler.schedule()
+    assert alone is not None and [segment.count for segment in alone.segments] == [60 - config.min_chunk]
