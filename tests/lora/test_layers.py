@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -149,3 +150,24 @@ def test_targets() -> None:
         endings(targets=["query"])
     with pytest.raises(UsageError, match="lora.layers is 99"):
         endings(layers=99)
+
+
+def test_targets_may_be_written_with_commas() -> None:
+    model = tiny.build("llama")
+    listed = find_targets(model, LoraConfig(targets=["q_proj", "v_proj"]))
+    assert find_targets(model, LoraConfig(targets="q_proj, v_proj")) == listed
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({}, "."),
+        ({"layers": 1}, r"model\.layers\.2\."),
+        ({"targets": "q_proj", "layers": 2}, r"model\.layers\.[12]\.self_attn\.q_proj\."),
+    ],
+)
+def test_full_trains_the_chosen_layers(settings: dict[str, Any], pattern: str) -> None:
+    model = tiny.build("llama")
+    add_adapters(model, LoraConfig(type="full", **settings))
+    trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    assert trained == {name for name, _ in tree_flatten(model.parameters()) if re.match(pattern, name)}
