@@ -59,7 +59,11 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     old = target.with_name(f"{OLD}{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    fill(partial)
+    try:
+        fill(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for path in partial.rglob("*"):
         _sync(path)
     _sync(partial)

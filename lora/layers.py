@@ -341,11 +341,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 @contextmanager
 def base_only(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes as if it had no adapters."""
-    layers = adapted_layers(model).values()
-    for layer in layers:
+    before = [(layer, layer._enabled) for layer in adapted_layers(model).values()]
+    for layer, _ in before:
         layer._enabled = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer._enabled = True
+        for layer, enabled in before:
+            layer._enabled = enabled

@@ -65,7 +65,9 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
     def measure(name: str) -> None:
         trainer = Trainer(base.model, config, data, vocabulary=base.vocabulary, architecture=base.config)
         loss = trainer.evaluate(data, 0)
-        facts[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+        facts[name] = {"loss": loss}
+        if config.train.objective == "sft":
+            facts[name]["perplexity"] = math.exp(min(loss, 700))
         if pattern:
             facts[name]["exact_match"] = _exact_match(base, pairs, pattern, max_tokens, config)
 

@@ -73,6 +73,10 @@ def read(folder: Path) -> Adapter:
     """An adapter folder in either format. Raises ModelNotFound or ModelInvalid, naming the file at fault."""
     if not folder.is_dir():
         raise ModelNotFound(f"There is no adapter folder {folder}.", param="adapter")
+    if not (folder / CONFIG).is_file() and (folder / "final" / CONFIG).is_file():
+        raise ModelNotFound(
+            f"{folder} is a run's folder; its adapter is {folder / 'final'}.", param="adapter"
+        )
     config = _read_json(folder / CONFIG)
     if (folder / PEFT_FILE).is_file():
         return _whole(_from_peft(config, _arrays(folder / PEFT_FILE), folder), folder)

@@ -161,6 +161,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
         adapters.read(tmp_path / "none")
     with pytest.raises(ModelInvalid, match="cannot be read"):
         adapters.read(tmp_path)
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="its adapter is .*final"):
+        adapters.read(tmp_path / "run")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelInvalid, match="holds neither"):
         adapters.read(tmp_path)

@@ -132,7 +132,10 @@ def test_base_alone_is_the_model_before() -> None:
     ids = mx.array([[1, 2, 3, 4]])
     assert not mx.allclose(model(ids), before(ids), atol=1e-3)
     with base_only(model):
+        with base_only(model):
+            np.testing.assert_allclose(_np(model(ids)), _np(before(ids)), atol=1e-5)
         np.testing.assert_allclose(_np(model(ids)), _np(before(ids)), atol=1e-5)
+    assert not mx.allclose(model(ids), before(ids), atol=1e-3)
 
 
 def test_targets() -> None:
