@@ -33,9 +33,10 @@ import numpy as np
 from mlxserve.cache.disk import DiskTier
 from mlxserve.config import EngineConfig
 from mlxserve.engine.adapters import Adapters
+from mlxserve.engine.capacity import Memory
 from mlxserve.engine.memory import Sizes, bound_mlx, machine_budget, measure, page_groups, plan_memory
 from mlxserve.engine.runner import Drawn, Forward, Limits, Ranks, Runner, make_runner
-from mlxserve.engine.scheduler import Memory, Scheduler
+from mlxserve.engine.scheduler import Scheduler
 from mlxserve.engine.sequence import Sequence as Running
 from mlxserve.engine.sequence import Status
 from mlxserve.errors import (
@@ -497,8 +498,8 @@ class Engine:
             BLOCK_PAGES * self.config.page_size,
         )
         assert isinstance(self.runner.model, PagedModel)
-        self.scheduler.block_tokens = disk.block_tokens
-        return Persistence(disk, self.scheduler, self.runner.model)
+        self.scheduler.cache.block_tokens = disk.block_tokens
+        return Persistence(disk, self.scheduler.cache, self.runner.model)
 
     @property
     def can_persist(self) -> bool:

@@ -19,7 +19,7 @@ from mlxserve.cache.pages import GroupSpec, pages_for
 from mlxserve.cache.state import LayerState
 from mlxserve.cache.store import LayerPages
 from mlxserve.config import CACHE_SHARE, MIB, EngineConfig
-from mlxserve.engine.scheduler import Memory
+from mlxserve.engine.capacity import Memory
 from mlxserve.errors import DoesNotFit
 from mlxserve.models.paged import PagedModel, Step
 
