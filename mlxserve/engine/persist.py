@@ -23,12 +23,31 @@ import numpy as np
 from mlxserve.cache.disk import Buffer, DiskTier
 from mlxserve.cache.pages import HOLE, OutOfPages
 from mlxserve.cache.prefix import Match
+from mlxserve.config import EngineConfig
 from mlxserve.engine.cache_manager import CacheManager
+from mlxserve.models.load import LoadedModel
 from mlxserve.models.paged import PagedModel
 
 BLOCK_PAGES = 8
 # Blocks gathered and not yet written; when the disk is slower than that, further ones are not kept.
 MOST_PENDING = 64
+
+
+def open_persistence(
+    loaded: LoadedModel, way: str, config: EngineConfig, cache: CacheManager, model: object
+) -> Persistence | None:
+    """The disk tier of one engine, if its configuration has a folder and prefixes lie in pages or slots.
+
+    A folder serves engines of many forms; only those that would write the same bytes share blocks.
+    """
+    if config.cache_dir is None or not cache.reuse:
+        return None
+    assert isinstance(model, PagedModel)
+    form = f"{loaded.digest}:{way}:{config.kv_bits}:{config.kv_group_size}"
+    fingerprint = f"{form}:{config.page_size}:{loaded.dtype}"
+    disk = DiskTier(config.cache_dir, config.cache_dir_bytes, fingerprint, BLOCK_PAGES * config.page_size)
+    cache.block_tokens = disk.block_tokens
+    return Persistence(disk, cache, model)
 
 
 class Persistence:

@@ -21,6 +21,7 @@ from mlxserve.cache.pages import pages_for
 from mlxserve.config import EngineConfig
 from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.batch import Batch
+from mlxserve.engine.capacity import Memory
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
@@ -80,6 +81,10 @@ class Limits:
 
     pages: tuple[int, ...]
     state_slots: int
+
+    @classmethod
+    def of(cls, memory: Memory) -> Limits:
+        return cls(tuple(spec.pages for spec in memory.groups), memory.state_slots)
 
 
 class SoloModel:

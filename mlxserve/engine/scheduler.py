@@ -141,18 +141,16 @@ class Scheduler:
         """How many batches have been made."""
         return self._step
 
-    def commit(self, batch: Batch, tokens: list[int], now_s: float = 0.0) -> list[tuple[Sequence, int]]:
+    def commit(self, batch: Batch, tokens: list[int], now_s: float = 0.0) -> list[tuple[int, Sequence, int]]:
         """Take in what the step drew, a token for each segment with `sample`, in their order.
 
-        Returns (sequence, token) for those still wanted; a sequence that ended by an id or by its limit is
-        FINISHED when this returns. Batches are committed in the order in which they were scheduled.
+        Returns (row, sequence, tokens[row]) for those still wanted; a sequence that ended by an id or by its
+        limit is FINISHED when this returns. Batches are committed in the order in which they were scheduled.
         """
-        drawn = iter(tokens)
+        step = zip(batch.segments, self._on_the_way.popleft(), strict=True)
+        drawing = [sequence for segment, sequence in step if segment.sample]
         news = []
-        for segment, sequence in zip(batch.segments, self._on_the_way.popleft(), strict=True):
-            if not segment.sample:
-                continue
-            token = next(drawn)
+        for row, (sequence, token) in enumerate(zip(drawing, tokens, strict=True)):
             if sequence.status is Status.FINISHED:
                 continue
             if sequence.void_draws:
@@ -163,7 +161,7 @@ class Scheduler:
             if sequence.first_token_s is None:
                 sequence.first_token_s = now_s
             self._end_if_done(sequence, token)
-            news.append((sequence, token))
+            news.append((row, sequence, token))
         return news
 
     def force(self, sequence: Sequence, tokens: list[int], now_s: float) -> None:
