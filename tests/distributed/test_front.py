@@ -219,8 +219,8 @@ def test_embeddings_are_asked_for_and_refused_while_nobody_is_there(
     channel = launcher.channel()
     asked = front.call(lambda engine: engine.embed([[1, 2]]))
     frame = channel.receive(WAIT_S)
-    number, batch = unpack(frame.payload)
-    assert frame.kind == Call.EMBED and batch == [[1, 2]]
+    number, batch, adapter = unpack(frame.payload)
+    assert frame.kind == Call.EMBED and batch == [[1, 2]] and adapter is None
     channel.send(Call.ANSWER, number, pack(([[0.5, 0.5]], None)))
     assert asked.result(WAIT_S) == [[0.5, 0.5]]
     launcher.say(event="down", reason="Rank 1 is gone.")

@@ -13,9 +13,7 @@ import pytest
 
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.distributed import collective
-from mlxserve.distributed.adapters import RankAdapters
 from mlxserve.distributed.channel import PeerLost, free_ports
-from mlxserve.distributed.crew import Crew
 from mlxserve.distributed.follower import Follower, serve_rank
 from mlxserve.distributed.frames import Diverged, Kind
 from mlxserve.distributed.leader import leader_engine
@@ -236,14 +234,6 @@ def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pa
     assert len(answer.tokens) == 4
     engine.close()
     pair.follower.result(10.0)
-
-
-def test_divided_layers_have_no_adapters(tiny_llama: Path, tmp_path: Path) -> None:
-    loaded = load_folder(tiny_llama, LoadConfig())
-    crew = Crew(RankContext(0, Split.tensor(2)))
-    adapters = RankAdapters(loaded, "rows", lambda digest: 0, crew=crew, whole_layers=False)
-    with pytest.raises(Unsupported, match="--split pipeline:N"):
-        adapters.load("any", tmp_path)
 
 
 def test_one_rank_needs_no_other(tiny_llama: Path) -> None:
