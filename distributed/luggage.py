@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,7 +92,7 @@ class FrontAdapters:
             except (OSError, MlxServeError) as error:
                 self._give_up(name, error)
             else:
-                answer.add_done_callback(lambda done, name=name: self._hear(name, done))
+                answer.add_done_callback(partial(self._hear, name))
 
     def _send(self, name: str, folder: Path) -> Future[Any]:
         parcel = next(self._parcels)

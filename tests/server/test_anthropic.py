@@ -176,7 +176,10 @@ CITED = {
         ({"thinking": {"type": "enabled", "budget_tokens": 500}}, "budget_tokens"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [CITED]}]}, "messages[0].content[0].citations.enabled"),
-        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools[0].allowed_callers[0]"),
+        (
+            {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]},
+            "tools[0].allowed_callers[0]",
+        ),
         ({"metadata": {"user": "x"}}, "metadata.user"),
         ({"context_management": {"edit": []}}, "context_management.edit"),
     ],
