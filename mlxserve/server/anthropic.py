@@ -68,7 +68,9 @@ async def messages(request: HttpRequest) -> Response:
     async def plan(entry: Loaded) -> Run:
         return await _plan(service, entry, body, tools, params, client)
 
-    call = Call(body.model, plan, MessageRenderer(body), bool(body.stream), fields=_field_names(params, tools))
+    call = Call(
+        body.model, plan, MessageRenderer(body), bool(body.stream), fields=_field_names(params, tools)
+    )
     return await answer(request, call)
 
 

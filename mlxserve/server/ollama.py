@@ -117,7 +117,9 @@ async def generate(request: HttpRequest) -> Response:
 async def _answer(request: HttpRequest, body: Generating, plan: Any, renderer: OllamaRenderer) -> Response:
     alive_s = keep_alive_s(body.keep_alive)
     stream = body.stream is not False
-    return await answer(request, Call(body.model, plan, renderer, stream, alive_s, _field_names(renderer.chat)))
+    return await answer(
+        request, Call(body.model, plan, renderer, stream, alive_s, _field_names(renderer.chat))
+    )
 
 
 def _field_names(chat: bool) -> dict[str, str]:

@@ -128,9 +128,7 @@ def test_no_caller_writes_lines_or_facts_into_the_log(form: str, caplog: pytest.
     caplog.set_level(logging.INFO, "mlxserve.access")
     forged = "x status=200\n12:00:00 GET /admin 200"
     with running(log_format=form) as server:
-        by_model = httpx.post(
-            f"{server.url}/v1/chat/completions", json={**CHAT, "model": forged}, timeout=60
-        )
+        by_model = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "model": forged}, timeout=60)
         by_path = httpx.get(f"{server.url}/v1/models/{quote(forged)}", timeout=60)
     for answer in (by_model, by_path):
         line = logged(caplog, answer)

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlxserve.errors import Busy, DoesNotFit, ModelInvalid, ModelNotFound
-from mlxserve.server.models import ModelRegistry
 from mlxserve.server import app as app_module
+from mlxserve.server.models import ModelRegistry
 from tests.server.stub import StubEngine, StubLoader, make_tokenizer, running
 from tests.server.test_conduct import eventually
 
