@@ -275,11 +275,11 @@ def test_agents_see_that_a_prompt_is_too_long(client: anthropic.Anthropic, stub:
 
 
 def test_pages_of_models() -> None:
-    with running(*(StubEngine(name) for name in "abcde")) as server:
-        with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as client:
-            assert [model.id for model in client.models.list(limit=2)] == list("abcde")
-            back = client.models.list(limit=2, before_id="d")
-            assert ([model.id for model in back.data], back.has_more) == (["b", "c"], True)
-            for wrong in ({"after_id": "z"}, {"limit": 0}):
-                with pytest.raises(anthropic.BadRequestError):
-                    client.models.list(**wrong)
+    engines = [StubEngine(name) for name in "abcde"]
+    with running(*engines) as server, anthropic.Anthropic(base_url=server.url, api_key="x") as client:
+        assert [model.id for model in client.models.list(limit=2)] == list("abcde")
+        back = client.models.list(limit=2, before_id="d")
+        assert ([model.id for model in back.data], back.has_more) == (["b", "c"], True)
+        for wrong in ({"after_id": "z"}, {"limit": 0}):
+            with pytest.raises(anthropic.BadRequestError):
+                client.models.list(**wrong)
