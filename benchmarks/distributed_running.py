@@ -50,7 +50,7 @@ WANTED_US = 200.0
 WANTED_RATIO = 1.5
 DELAY_S = 0.005
 STREAMS = 4
-CONTEXTS = (1200, 32)
+CONTEXTS = (32, 1200, 4000)
 RUNS = 3
 # A llama whose step takes its time in attention once contexts are long.
 MODEL = {
