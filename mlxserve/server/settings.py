@@ -37,7 +37,13 @@ _CHOICES: dict[str, Any] = {
     "kv_bits": Literal[4, 8, 16],
     "kv_group_size": Literal[32, 64, 128],
 }
-_NONE_OF = {"drain_s", "keep_alive_s", "load_wait_s", "stored_responses", "stored_response_bytes"}  # 0 is legal
+_NONE_OF = {
+    "drain_s",
+    "keep_alive_s",
+    "load_wait_s",
+    "stored_responses",
+    "stored_response_bytes",
+}  # 0 is legal
 _RANGES = {"port": Meta(ge=0, le=65535)} | dict.fromkeys(_NONE_OF, Meta(ge=0))
 
 

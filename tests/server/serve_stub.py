@@ -1,6 +1,6 @@
 """A server process with a stub engine, for tests of signals and of TLS.
 
-    python -m tests.server.serve_stub PORT DRAIN_S [PEM]
+python -m tests.server.serve_stub PORT DRAIN_S [PEM]
 """
 
 from __future__ import annotations
