@@ -1,109 +1,171 @@
-"""LoRA adapters of a model whose layers lie on several ranks.
+"""LoRA adapters of a model that lies on several ranks.
 
-Knows: which of an adapter's layers a rank has, and how the rest reaches the others. Does not know requests,
-or what an adapter computes.
+Knows: which part of an adapter a rank has, and how it gets there. Does not know requests, or what an adapter
+computes.
 
-Rank 0 reads an adapter's folder and sends its arrays to every rank; each keeps what belongs to its own
-layers. A layer that no rank has is an error, and then no rank has the adapter. Rows name it by its digest,
-as everywhere.
+Rank 0 reads an adapter's folder and sends its arrays to every rank; each keeps what belongs to its own layers
+(a pipeline), or to its own part of every layer (a tensor split, see division.py). A layer that no rank has is
+an error, and then no rank has the adapter. Rows name it by its digest, as everywhere.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
+from mlxserve.distributed.channel import MIB, Frame
 from mlxserve.distributed.crew import Crew
+from mlxserve.distributed.division import Division
 from mlxserve.distributed.frames import Kind, decode_names, decode_refusal
 from mlxserve.distributed.handover import Packed, unpack
-from mlxserve.engine.adapters import AdapterInfo, Adapters
-from mlxserve.errors import ModelInvalid, Unsupported
-from mlxserve.models.adapters import Adapter, read
+from mlxserve.distributed.rank import RankContext
+from mlxserve.engine.adapters import Adapters
+from mlxserve.errors import MlxServeError, ModelInvalid
+from mlxserve.models.adapters import Adapter
 from mlxserve.models.load import LoadedModel
-from mlxserve.models.multilora import AdapterStack
+from mlxserve.models.multilora import AdapterStack, check_fit
 
+# Arrays of so many bytes go in one frame, or one array that is larger.
+LOT_BYTES = 64 * MIB
 _HEAD_LENGTH = struct.Struct("<I")
 # digest, kind, base, scales by path, names of the arrays that follow
 _decode_head = msgspec.msgpack.Decoder(tuple[str, str, str, dict[str, float], list[str]]).decode
 
 
+class Holding(Protocol):
+    """Which part of an adapter a rank has. Both raise what `part` finds at fault with the adapter."""
+
+    def part(self, adapter: Adapter) -> Adapter:
+        """The layers and numbers of an adapter that belong to this rank."""
+
+    def sum_squares(self, path: str, own: mx.array) -> mx.array:
+        """Squares (out,) of a layer's rows over all ranks, from those of this rank's part of the rows."""
+
+
+def holding(context: RankContext, loaded: LoadedModel) -> Holding:
+    """What this rank has of any adapter, as its model is divided."""
+    return (Layers if context.split.mode == "pipeline" else Parts)(context, loaded)
+
+
+class Layers:
+    """Of a pipeline: whole layers, and nothing of the others."""
+
+    def __init__(self, context: RankContext, loaded: LoadedModel) -> None:
+        self._model = loaded.model
+
+    def part(self, adapter: Adapter) -> Adapter:
+        if not adapter.paths:
+            check_fit(self._model, adapter)
+        return own_part(self._model, adapter)
+
+    def sum_squares(self, path: str, own: mx.array) -> mx.array:
+        return own
+
+
+class Parts:
+    """Of a tensor split: the same part of every layer's factors as of its matrix."""
+
+    def __init__(self, context: RankContext, loaded: LoadedModel) -> None:
+        self._context, self._loaded = context, loaded
+        self._division: Division | None = None
+
+    def part(self, adapter: Adapter) -> Adapter:
+        return self._divided().part(adapter)
+
+    def sum_squares(self, path: str, own: mx.array) -> mx.array:
+        if not self._divided().shares_rows(path):
+            return own
+        return mx.distributed.all_sum(own, group=self._context.group)
+
+    def _divided(self) -> Division:
+        """Found when the first adapter comes: it takes a look at the whole definition."""
+        if self._division is None:
+            rank, size = self._context.rank, self._context.size
+            self._division = Division(self._loaded.model, self._loaded.config, rank, size)
+        return self._division
+
+
 class RankAdapters(Adapters):
-    """Rank 0's adapters. whole_layers: False where every layer is divided; then none can be loaded."""
+    """Rank 0's adapters, which it sends to the others."""
 
     def __init__(
-        self, loaded: LoadedModel, way: str, users: Callable[[str], int], *, crew: Crew, whole_layers: bool
+        self, loaded: LoadedModel, way: str, users: Callable[[str], int], *, crew: Crew, holding: Holding
     ) -> None:
         super().__init__(loaded, way, users, alone=False)
-        self._crew, self._whole_layers = crew, whole_layers
-        self._sent: set[str] = set()
+        self.stack = AdapterStack(loaded.model, loaded.dtype, holding.sum_squares)
+        self._crew, self._holding = crew, holding
 
-    def load(self, name: str, folder: Path) -> AdapterInfo:
-        """As in one process, on every rank. Raises Unsupported where ranks hold parts of layers."""
-        info = super().load(name, folder)
-        if info.digest not in self._sent:
-            try:
-                self._send(info, read(folder))
-            except BaseException:
-                self.drop(name)
-                raise
-        return info
-
-    def _refuse_where_unfit(self) -> None:
-        if not self._whole_layers:
-            raise Unsupported(
-                "Adapters are not served where every layer is divided over ranks; divide the model by layers "
-                "(--split pipeline:N), or fuse the adapter ('mlxserve lora fuse') and serve the result.",
-                param="adapter",
-            )
-
-    def tidy(self) -> None:
-        """Take off, on every rank, what has no name and no user any more."""
-        super().tidy()
-        for digest in [digest for digest in self._sent if digest not in self._ids]:
-            self._sent.remove(digest)
+    def _add(self, adapter: Adapter, digest: str) -> int:
+        """On every rank, or on none."""
+        mine = self._holding.part(adapter)
+        for more, parts in pack(digest, adapter):
+            self._crew.send_all(Kind.ADAPTER, more, *parts)
+        try:
+            return self._add_here(mine, digest, adapter)
+        except MlxServeError:
             self._crew.send_all(Kind.DROP, 0, digest.encode())
+            raise
 
-    def _send(self, info: AdapterInfo, adapter: Adapter) -> None:
-        self._sent.add(info.digest)
-        self._crew.send_all(Kind.ADAPTER, 0, *pack(info.digest, adapter))
-        missing = set(adapter.paths) - set(own_part(self.loaded.model, adapter).paths)
-        replies = self._crew.replies()
-        refusal = next((reply for reply in replies if reply.kind == Kind.REFUSED), None)
-        if refusal is not None:
-            raise decode_refusal(refusal.payload)
-        for reply in replies:
-            missing.intersection_update(decode_names(reply.payload))
-        if missing:
-            raise ModelInvalid(
-                f"The adapter's layer {min(missing)} does not exist in this model; it was made for "
-                f"{adapter.base or 'another one'}.",
-                param="adapter",
-            )
+    def _add_here(self, mine: Adapter, digest: str, whole: Adapter) -> int:
+        """This rank's part, while the others add theirs; then what they say to it."""
+        try:
+            member = super()._add(mine, digest) if mine.paths else 0
+        finally:
+            replies = self._crew.replies()
+        try:
+            _require_complete(whole, mine, replies)
+        except BaseException:
+            self.stack.remove(member)
+            raise
+        return member
 
-    def _add(self, adapter: Adapter) -> int:
-        mine = own_part(self.loaded.model, adapter)
-        return super()._add(mine) if mine.paths else 0
+    def _remove(self, member: int, digest: str) -> None:
+        super()._remove(member, digest)
+        self._crew.send_all(Kind.DROP, 0, digest.encode())
+
+
+def _require_complete(whole: Adapter, mine: Adapter, replies: Sequence[Frame]) -> None:
+    """Raise what a rank refuses with, or ModelInvalid for a layer that no rank has."""
+    refusal = next((reply for reply in replies if reply.kind == Kind.REFUSED), None)
+    if refusal is not None:
+        raise decode_refusal(refusal.payload)
+    missing = set(whole.paths) - set(mine.paths)
+    for reply in replies:
+        missing.intersection_update(decode_names(reply.payload))
+    if missing:
+        raise ModelInvalid(
+            f"The adapter's layer {min(missing)} does not exist in this model; it was made for "
+            f"{whole.base or 'another one'}.",
+            param="adapter",
+        )
 
 
 class FollowerAdapters:
     """Another rank's part of the adapters that rank 0 has sent."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.stack = AdapterStack(loaded.model, loaded.dtype)
-        self._model = loaded.model
+    def __init__(self, loaded: LoadedModel, holding: Holding) -> None:
+        self.stack = AdapterStack(loaded.model, loaded.dtype, holding.sum_squares)
+        self._holding = holding
         self._ids: dict[str, int] = {}
+        self._come: dict[str, mx.array] = {}
 
-    def take(self, payload: bytearray) -> list[str]:
-        """Keep what belongs to layers here; the paths of those that are elsewhere. Raises as AdapterStack.add."""
+    def take(self, payload: bytearray, more: int) -> list[str] | None:
+        """Keep what belongs here; the paths of layers that are elsewhere. None while `more` frames follow.
+
+        Raises as AdapterStack.add.
+        """
         digest, adapter = unpack_adapter(payload)
-        mine = own_part(self._model, adapter)
+        self._come |= adapter.arrays
+        if more:
+            return None
+        adapter.arrays, self._come = self._come, {}
+        mine = self._holding.part(adapter)
         self._ids[digest] = self.stack.add(mine) if mine.paths else 0
         return sorted(set(adapter.paths) - set(mine.paths))
 
@@ -128,16 +190,30 @@ def _present(layer: Any) -> bool:
     return any(isinstance(value, mx.array) for value in layer.values())
 
 
-def pack(digest: str, adapter: Adapter) -> list[bytes | memoryview]:
-    """An adapter as a frame's parts."""
-    names = list(adapter.arrays)
-    head = msgspec.msgpack.encode((digest, adapter.kind, adapter.base, adapter.scales, names))
-    arrays = Packed([[adapter.arrays[name] for name in names]])
-    return [_HEAD_LENGTH.pack(len(head)), head, *arrays.parts()]
+def pack(digest: str, adapter: Adapter) -> Iterator[tuple[int, list[bytes | memoryview]]]:
+    """An adapter as frames: of each, how many follow it, and its parts."""
+    lots = _lots(adapter.arrays)
+    for number, names in enumerate(lots, 1):
+        head = msgspec.msgpack.encode((digest, adapter.kind, adapter.base, adapter.scales, names))
+        arrays = Packed([[adapter.arrays[name] for name in names]])
+        yield len(lots) - number, [_HEAD_LENGTH.pack(len(head)), head, *arrays.parts()]
+
+
+def _lots(arrays: dict[str, mx.array]) -> list[list[str]]:
+    """Names of arrays that go in one frame together."""
+    lots: list[list[str]] = [[]]
+    room = LOT_BYTES
+    for name, value in arrays.items():
+        if value.nbytes > room and lots[-1]:
+            lots.append([])
+            room = LOT_BYTES
+        lots[-1].append(name)
+        room -= value.nbytes
+    return lots
 
 
 def unpack_adapter(payload: bytearray) -> tuple[str, Adapter]:
-    """(digest, adapter) of `pack`."""
+    """(digest, adapter) of one of `pack`'s frames, with the arrays that are in it."""
     (length,) = _HEAD_LENGTH.unpack_from(payload)
     at = _HEAD_LENGTH.size + length
     digest, kind, base, scales, names = _decode_head(payload[_HEAD_LENGTH.size : at])

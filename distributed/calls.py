@@ -3,7 +3,9 @@
 Knows: kinds of frames and how requests, deltas and errors become bytes. Does not know sockets, or who
 restarts whom.
 
-    front → rank 0    SUBMIT request | CANCEL id | EMBED (number, token ids)
+    front → rank 0    SUBMIT request | CANCEL id | EMBED (number, token ids, adapter)
+                      FILE (parcel, name, bytes that follow those before) of an adapter, then
+                      LOAD (number, parcel, name of the adapter) | DROP (number, name)
     rank 0 → front    NEWS [(id, delta or error)] | ANSWER (number, value or error) | FIGURES of the engine
 """
 
@@ -31,6 +33,9 @@ class Call(IntEnum):
     NEWS = 4
     ANSWER = 5
     FIGURES = 6
+    FILE = 7
+    LOAD = 8
+    DROP = 9
 
 
 def pack(value: Any) -> bytes:

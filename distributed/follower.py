@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxserve.distributed import collective
-from mlxserve.distributed.adapters import FollowerAdapters
+from mlxserve.distributed.adapters import FollowerAdapters, holding
 from mlxserve.distributed.channel import Channel, Frame
 from mlxserve.distributed.frames import (
     DIGEST_BYTES,
@@ -71,7 +71,7 @@ class Follower:
         self._loaded = loaded
         self._stage = stage
         self._ledger = Ledger()
-        self._adapters = FollowerAdapters(loaded)
+        self._adapters = FollowerAdapters(loaded, holding(context, loaded))
         self._outbox = Outbox(self._failed)
 
     def run(self) -> None:
@@ -187,7 +187,7 @@ class Follower:
     def _embed(self, runner: Runner, frame: Frame) -> None:
         ids, adapter = decode_ids(frame.payload)
         if not isinstance(runner, StageRunner):
-            runner.embed(ids)
+            runner.embed(ids, adapter)
             return
         self._take_over(runner, frame.step)
         vector = runner.embedding(ids, adapter)
@@ -200,10 +200,11 @@ class Follower:
 
     def _take_adapter(self, frame: Frame) -> None:
         try:
-            elsewhere = self._adapters.take(frame.payload)
+            elsewhere = self._adapters.take(frame.payload, frame.step)
         except MlxServeError as error:
             self._control.send(Kind.REFUSED, 0, encode_error(error))
-        else:
+            return
+        if elsewhere is not None:
             self._control.send(Kind.ADAPTER, 0, encode_plain(elsewhere))
 
     # -- frames --------------------------------------------------------------------------------------------

@@ -40,9 +40,10 @@ class Kind(IntEnum):
     VECTOR = 9  # last stage → rank 0: an embedding
     FAILED = 10  # all → rank 0: why a rank stops
     STOP = 11  # rank 0 → all, and back: the end
-    ADAPTER = 12  # rank 0 → all: a LoRA adapter; and back: its layers that a rank does not have
-    REFUSED = 14  # all → rank 0: in place of an answer, why not
+    ADAPTER = 12  # rank 0 → all: arrays of a LoRA adapter, step: how many such frames follow; and back: its
+    # layers that a rank does not have
     DROP = 13  # rank 0 → all: an adapter that nobody uses any more
+    REFUSED = 14  # all → rank 0: in place of an answer, why not
 
 
 class Diverged(EngineStopped):

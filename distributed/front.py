@@ -19,7 +19,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,15 +39,15 @@ from mlxserve.distributed.faults import RankFailed, decode_error
 from mlxserve.distributed.hosts import Host
 from mlxserve.distributed.launch import LAUNCH
 from mlxserve.distributed.locate import describe
+from mlxserve.distributed.luggage import FrontAdapters
 from mlxserve.distributed.split import Split
 from mlxserve.distributed.wire import decode, encode
-from mlxserve.errors import Busy, EngineStopped, MlxServeError, ModelUnsupported, Unsupported, UsageError
+from mlxserve.errors import Busy, EngineStopped, MlxServeError, ModelUnsupported, Unsupported
 from mlxserve.models.resolve import ModelFiles
 from mlxserve.request import Delta, Request
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 CONNECT_S = 30.0
-ANSWER_S = 60.0
 
 Sink = Callable[[News], None]
 
@@ -84,9 +84,13 @@ class Facts:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended: what its caller has received of the answer so far."""
+    """A request that has not ended: what its caller has received of the answer so far.
+
+    digest: what its adapter's name meant when it came.
+    """
 
     request: Request
+    digest: str | None
     sink: Sink
     tokens: list[int] = field(default_factory=list)
 
@@ -99,19 +103,6 @@ class _Open:
         return replace(self.request, resume=tuple(self.tokens))
 
 
-class NoAdapters:
-    """What a front knows of adapters: there are none on several ranks, and a model there is not tuned."""
-
-    alone = False
-    listed: Sequence[Any] = ()
-
-    def load(self, name: str, folder: object) -> Any:
-        raise Unsupported(f"The adapter '{name}' cannot be loaded: several ranks serve their model as it is.")
-
-    def drop(self, name: str) -> int:
-        raise UsageError(f"There is no adapter '{name}' here.", param="model")
-
-
 class FrontEngine:
     """What callers ask of an engine: facts, the tokenizer, figures, embeddings."""
 
@@ -120,7 +111,7 @@ class FrontEngine:
         self.loaded = facts
         self.tokenizer = tokenizer
         self.config = config
-        self.adapters = NoAdapters()
+        self.adapters = worker.adapters
 
     def stats(self) -> dict[str, Any]:
         """Rank 0's figures as it last told them; while there is no rank, its requests wait here."""
@@ -133,10 +124,9 @@ class FrontEngine:
         """Nothing: ranks have agreed on their memory among themselves, and take none of this process's."""
 
     def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
-        if adapter is not None:
-            self.adapters.load(adapter, None)
-        found: list[list[float]] = self._worker.embed(batch)
-        return found
+        """Vectors by rank 0's engine. Raises RankFailed while there is none, and what it raises."""
+        vectors: list[list[float]] = self._worker.ask(Call.EMBED, batch, adapter).result()
+        return vectors
 
 
 class FrontWorker:
@@ -170,11 +160,12 @@ class FrontWorker:
         self._closed = False
         self._up: Future[Facts] = Future()
         self._launcher = launcher
+        self.adapters = FrontAdapters(self)
         self._outbox: queue.SimpleQueue[tuple[Channel, Call, bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="mlxserve-calls", daemon=True).start()
         threading.Thread(target=self._listen, name="mlxserve-launcher", daemon=True).start()
         settings = {"load": plain_settings(load), "engine": plain_settings(engine)}
-        self._tell(do="open", model=describe(files), split=str(split), **settings)
+        self._say(do="open", model=describe(files), split=str(split), **settings)
         self.engine = FrontEngine(self, self._up.result(), tokenizer, engine)
 
     @property
@@ -193,14 +184,15 @@ class FrontWorker:
             self._refuse_if_gone()
             if len(self._open) >= self._max_queue:
                 raise Busy(f"{len(self._open)} requests are waiting; come back later.")
-            self._open[request.id] = _Open(request, sink)
-            self._send(Call.SUBMIT, pack(request))
+            digest = self.adapters.digest(request.adapter)
+            self._open[request.id] = _Open(request, digest, sink)
+            self.tell(Call.SUBMIT, pack(request))
 
     def cancel(self, request_id: str) -> None:
         """End a request; its sink hears no more. Unknown ids are ignored."""
         with self._lock:
             self._open.pop(request_id, None)
-            self._send(Call.CANCEL, pack(request_id))
+            self.tell(Call.CANCEL, pack(request_id))
 
     def call(self, work: Callable[[Any], Any]) -> Future[Any]:
         """What `work` returns or raises, given this engine."""
@@ -220,17 +212,22 @@ class FrontWorker:
         """Raises Unsupported: no device is here to do it on."""
         raise Unsupported("Ranks that serve a model do no other work beside it.", param="model")
 
-    def embed(self, batch: list[list[int]]) -> list[list[float]]:
-        """Vectors by rank 0's engine. Raises RankFailed while there is none, and what it raises."""
+    def ask(self, call: Call, *values: Any) -> Future[Any]:
+        """A question to rank 0. Raises RankFailed while there is none; so does the answer if it fails then."""
         with self._lock:
             self._refuse_if_gone()
             if self._channel is None:
                 raise RankFailed(self.trouble or "No rank is there to ask.")
             number = next(self._numbers)
             answer = self._asked[number] = Future()
-            self._send(Call.EMBED, pack((number, batch)))
-        vectors: list[list[float]] = answer.result(ANSWER_S)
-        return vectors
+            self.tell(call, pack((number, *values)))
+        return answer
+
+    def tell(self, call: Call, body: bytes) -> None:
+        """To rank 0 if it is there; what is lost is sent again to the next epoch. Never waits."""
+        with self._lock:
+            if self._channel is not None:
+                self._outbox.put((self._channel, call, body))
 
     def close(self) -> None:
         """End the ranks; requests that have not ended get EngineStopped."""
@@ -239,13 +236,13 @@ class FrontWorker:
                 return
             self._closed = True
             self._outbox.put(None)
-            self._tell(do="close")
+            self._say(do="close")
             self._cut()
             self._fail_all(EngineStopped("The engine was closed before this request was finished."))
 
     # -- the launcher --------------------------------------------------------------------------------------
 
-    def _tell(self, **message: Any) -> None:
+    def _say(self, **message: Any) -> None:
         try:
             self._launcher.sendall(encode(message))
         except OSError:
@@ -282,11 +279,21 @@ class FrontWorker:
                 return
             self._channel, self.trouble = channel, None
             self.figures = message["figures"]
-            for entry in self._open.values():
-                self._send(Call.SUBMIT, pack(entry.resumed()))
+            self.adapters.send_again()
+            stale = [name for name, entry in self._open.items() if not self._sent_again(entry)]
+            sinks = [self._open.pop(name).sink for name in stale]
+        for sink in sinks:
+            sink(RankFailed("A rank failed, and the adapter of this request is no longer what it was."))
         threading.Thread(target=self._receive, args=(channel,), name="mlxserve-news", daemon=True).start()
         if not self._up.done():
             self._up.set_result(Facts(**message["facts"]))
+
+    def _sent_again(self, entry: _Open) -> bool:
+        """Send a request to the new epoch, unless its adapter's name means something else by now."""
+        as_it_was = entry.digest == self.adapters.digest(entry.request.adapter)
+        if as_it_was:
+            self.tell(Call.SUBMIT, pack(entry.resumed()))
+        return as_it_was
 
     def _go_down(self, reason: str) -> None:
         """An epoch has failed: streams end with the reason, the others wait for the next one."""
@@ -312,11 +319,6 @@ class FrontWorker:
             self._on_death(error)
 
     # -- rank 0 --------------------------------------------------------------------------------------------
-
-    def _send(self, call: Call, body: bytes) -> None:
-        """To rank 0 if it is there; what is lost is sent again to the next epoch. Never waits."""
-        if self._channel is not None:
-            self._outbox.put((self._channel, call, body))
 
     def _write(self) -> None:
         """On a thread of its own: a rank that takes nothing holds up nobody."""

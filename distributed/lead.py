@@ -10,13 +10,17 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mlxserve.distributed.calls import Call, News, pack, pack_news, unpack, unpack_request
 from mlxserve.distributed.channel import Channel, Listener
 from mlxserve.distributed.faults import encode_error
 from mlxserve.distributed.leader import leader_engine
+from mlxserve.distributed.luggage import Luggage
 from mlxserve.distributed.member import JOIN_S, TOKEN, Rank
+from mlxserve.engine.adapters import AdapterInfo
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.worker import Worker
 from mlxserve.errors import EngineFailed, EngineStopped, MlxServeError
@@ -80,6 +84,12 @@ class Desk:
         self._worker, self._channel = worker, channel
         self._figures_s = 0.0
         self._out: queue.SimpleQueue[tuple[str, News] | None] = queue.SimpleQueue()
+        self._luggage = Luggage()
+        self._tasks: dict[Call, Callable[..., Any]] = {
+            Call.EMBED: lambda batch, adapter, engine: engine.embed(batch, adapter),
+            Call.LOAD: self._load,
+            Call.DROP: lambda name, engine: engine.adapters.drop(name),
+        }
 
     def run(self) -> None:
         """Until the front closes its connection."""
@@ -97,8 +107,11 @@ class Desk:
             self._submit(body)
         elif call is Call.CANCEL:
             self._worker.cancel(unpack(body))
+        elif call is Call.FILE:
+            self._luggage.store(*unpack(body))
         else:
-            self._answer(*unpack(body))
+            number, *values = unpack(body)
+            self._answer(number, partial(self._tasks[call], *values))
 
     def _submit(self, body: bytearray) -> None:
         request = unpack_request(body)
@@ -112,9 +125,14 @@ class Desk:
         if not isinstance(news, EngineStopped):
             self._out.put((name, news))
 
-    def _answer(self, number: int, batch: list[list[int]]) -> None:
-        """The vectors of an embedding call."""
-        future = self._worker.call(lambda engine: engine.embed(batch))
+    def _load(self, parcel: int, name: str, engine: Engine) -> AdapterInfo:
+        """Put an adapter on the ranks, whose files have come before."""
+        with self._luggage.unpacked(parcel) as folder:
+            return engine.adapters.load(name, folder)
+
+    def _answer(self, number: int, work: Callable[[Engine], Any]) -> None:
+        """Send back what `work` returns or raises, when the engine has come to it."""
+        future = self._worker.call(work)
 
         def send(_: Any) -> None:
             error = future.exception()

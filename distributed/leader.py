@@ -22,7 +22,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.config import EngineConfig
-from mlxserve.distributed.adapters import RankAdapters
+from mlxserve.distributed.adapters import RankAdapters, holding
 from mlxserve.distributed.channel import Channel
 from mlxserve.distributed.crew import Crew, Tokens
 from mlxserve.distributed.frames import Kind, Room, Start, decode_vector, encode_masks, encode_plain
@@ -89,9 +89,8 @@ class LeadingRanks:
         return Limits(room.pages, room.state_slots)
 
     def make_adapters(self, loaded: LoadedModel, way: str, users: Callable[[str], int]) -> Adapters:
-        """Adapters that are put on every rank's layers."""
-        whole = self.context.split.mode == "pipeline"
-        return RankAdapters(loaded, way, users, crew=self.crew, whole_layers=whole)
+        """Adapters that are put on every rank's part."""
+        return RankAdapters(loaded, way, users, crew=self.crew, holding=holding(self.context, loaded))
 
     def make_runner(self, model: nn.Module, way: str, config: EngineConfig, **settings: Any) -> Runner:
         """A runner for rank 0's part, which announces each batch to the others."""
@@ -155,10 +154,10 @@ class TensorLeader(TensorRunner, _Leading):
             return super().draw(forward, masks)
 
     def embed(self, ids: list[int], adapter: str | None = None) -> list[float]:
-        """As in one process, with every rank's part; here no adapter is ever loaded."""
-        self.crew.send_all(Kind.EMBED, 0, encode_plain((ids, None)))
+        """As in one process, with every rank's part."""
+        self.crew.send_all(Kind.EMBED, 0, encode_plain((ids, adapter)))
         with _announced(0):
-            return super().embed(ids)
+            return super().embed(ids, adapter)
 
 
 @dataclass(slots=True)

@@ -48,7 +48,8 @@ def paged_attention(
 
     q: [Tq, HQ, D]; k_pages: [NB, BS, HKV, D]; v_pages: [NB, BS, HKV, DV], or QuantisedPages. sinks: [HQ],
     a logit a head that takes weight and adds nothing. softcap: scores become softcap * tanh(score /
-    softcap). Returns [Tq, HQ, DV] in q's dtype.
+    softcap). Places of these pages that no row sees may hold any key, and any finite value. Returns
+    [Tq, HQ, DV] in q's dtype.
     """
     packed = isinstance(k_pages, QuantisedPages) or isinstance(v_pages, QuantisedPages)
     spread = k_pages.shape[2] <= MAX_SPREAD_HEADS and not packed
@@ -175,16 +176,19 @@ def _parts(matrix: mx.array, solo: Solo, dtype: mx.Dtype) -> Iterator[mx.array]:
 
 def _spread_bucket(rows: mx.array, k: mx.array, v: mx.array, bucket: Bucket, softmax: _Softmax) -> mx.array:
     """Spread rows [B, HQ, HKV * D] over whole pages [NB, BS, HKV, D]. Returns [B, HQ, HKV * DV]."""
+    keys = _bucket_matrix(k, bucket).astype(rows.dtype)  # [B, L, HKV * D]
+    values = _bucket_matrix(v, bucket).astype(rows.dtype)  # [B, L, HKV * DV]
+    scores = rows @ keys.swapaxes(-1, -2)  # [B, HQ, L]
+    return softmax.average(scores, bucket.mask, softmax.sinks, lambda weights: weights @ values)
+
+
+def _bucket_matrix(pages: mx.array, bucket: Bucket) -> mx.array:
+    """[B, L, HKV * D] gathered keys or values: whole pages, which are copied faster, where that may be."""
     index = bucket.gather.rows()  # [B, L]
     if bucket.pages is None:
-        keys = mx.take(_matrix(k), index, axis=0)  # [B, L, HKV * D]
-    else:
-        whole = mx.take(k, bucket.pages, axis=0)  # [B, MB, BS, HKV, D]
-        keys = whole.reshape(rows.shape[0], -1, rows.shape[2])[:, : index.shape[1]]
-    # Values come slot by slot: a weight of 0 does not silence a NaN in a place that does not count.
-    values = mx.take(_matrix(v), index, axis=0).astype(rows.dtype)  # [B, L, HKV * DV]
-    scores = rows @ keys.astype(rows.dtype).swapaxes(-1, -2)  # [B, HQ, L]
-    return softmax.average(scores, bucket.mask, softmax.sinks, lambda weights: weights @ values)
+        return mx.take(_matrix(pages), index, axis=0)
+    whole = mx.take(pages, bucket.pages, axis=0)  # [B, MB, BS, HKV, D]
+    return whole.reshape(*bucket.pages.shape[:1], -1, pages.shape[2] * pages.shape[3])[:, : index.shape[1]]
 
 
 def _matrix(pages: mx.array) -> mx.array:

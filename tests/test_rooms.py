@@ -16,6 +16,7 @@ MLX_LM = {"mlx_lm"}
 # Bookkeeping in plain integers: pages, the prefix tree, and who is computed when.
 BOOKS = {"cache.pages", "cache.prefix", "cache.radix"}
 BOOKS |= {"engine.scheduler", "engine.sequence", "engine.waiting", "engine.pace"}
+BOOKS |= {"engine.cache_manager", "engine.capacity", "engine.shared_prefix"}
 PURE = PLAIN | BOOKS
 # room -> rooms it may import, beyond EVERYONE; the most specific name decides.
 ALLOWED: dict[str, set[str]] = {

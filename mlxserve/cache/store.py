@@ -204,10 +204,16 @@ class LayerPages:
         weight, scales, biases = parts
         return QuantisedPages(weight, scales, biases, self.kv_bits, self.group_size)
 
-    def copy_pages(self, sources: mx.array, targets: mx.array) -> None:
-        """Copy whole pages: (n,) ids onto (n,) other ids."""
+    def copy_pages(self, sources: mx.array, targets: mx.array, places: mx.array) -> None:
+        """Copy the first `places` (n,) of pages, (n,) ids onto (n,) other ids; zeros behind them."""
+        kept = mx.arange(self.page_size) < places[:, None]  # (n, page_size)
         for pool in self.arrays():
-            pool[targets] = mx.take(pool, sources, axis=0)
+            pool[targets] = mx.where(kept[..., None, None], mx.take(pool, sources, axis=0), 0)
+
+    def clear_pages(self, pages: mx.array) -> None:
+        """Zero whole pages, (n,) ids."""
+        for pool in self.arrays():
+            pool[pages] = 0
 
     def _now(self) -> GroupStep:
         assert self.step is not None, "a step must be set before the model runs"

@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxserve.engine.memory import machine_budget
-from mlxserve.errors import DoesNotFit, ModelNotFound, Unsupported, UsageError
+from mlxserve.errors import DoesNotFit, ModelNotFound, UsageError
 from mlxserve.models.adapters import Adapter, digest_of, read
 from mlxserve.models.layout import read_layout
 from mlxserve.models.load import LoadedModel
@@ -50,7 +50,7 @@ class AdapterInfo:
 class Adapters:
     """Adapters on one loaded model. users: how many requests of the engine have a digest.
 
-    alone: False where other processes hold parts of the model; they know nothing of adapters.
+    alone: False where other processes hold parts of the model, which therefore is not tuned here.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Adapters:
                 f"{name!r} is no name for an adapter: letters, digits, '.', '_' and '-' only.",
                 param="adapter",
             )
-        self._refuse_where_unfit()
         adapter = read(folder)
         digest = digest_of(folder)
         known = self._named.get(name)
@@ -84,7 +83,7 @@ class Adapters:
             raise UsageError(f"An adapter '{name}' is already loaded; drop it first.", param="adapter")
         if digest not in self._ids:
             self._require_memory(adapter, name)
-            self._ids[digest] = self._add(adapter)
+            self._ids[digest] = self._add(adapter, digest)
         info = known or self._describe(name, folder, adapter, digest)
         self._named[name] = info
         return info
@@ -99,7 +98,7 @@ class Adapters:
         """Take off what has no name and no user any more."""
         named = {info.digest for info in self._named.values()}
         for digest in [d for d in self._ids if d not in named and not self._users(d)]:
-            self.stack.remove(self._ids.pop(digest))
+            self._remove(self._ids.pop(digest), digest)
 
     def digest(self, name: str) -> str:
         """Raises ModelNotFound, naming what there is."""
@@ -108,13 +107,6 @@ class Adapters:
     def id_of(self, digest: str) -> int:
         """The model's number of an adapter that some request has."""
         return self._ids[digest]
-
-    def _refuse_where_unfit(self) -> None:
-        """Raise Unsupported where this model's layers cannot have adapters."""
-        if not self.alone:
-            raise Unsupported(
-                "Adapters are not served by a model that several machines share.", param="adapter"
-            )
 
     def _known(self, name: str) -> AdapterInfo:
         info = self._named.get(name)
@@ -136,7 +128,8 @@ class Adapters:
                 available_bytes=max(free, 0),
             )
 
-    def _add(self, adapter: Adapter) -> int:
+    def _add(self, adapter: Adapter, digest: str) -> int:
+        """Put it on the model; its number there. Raises what is wrong with it, and then nothing changed."""
         member = self.stack.add(adapter)
         try:
             if self.way in PAGED_WAYS:
@@ -145,6 +138,9 @@ class Adapters:
             self.stack.remove(member)
             raise
         return member
+
+    def _remove(self, member: int, digest: str) -> None:
+        self.stack.remove(member)
 
     def _try_mixed_rows(self, member: int) -> None:
         """Build, without evaluating it, a step in which only some rows have the adapter.

@@ -105,7 +105,13 @@ class AsyncLLM:
                 self._worker.cancel(request.id)
 
     async def embed(self, batch: list[list[int]], adapter: str | None = None) -> list[list[float]]:
-        """A vector for each sequence of token ids: the mean of the trunk's last hidden states, length 1."""
+        """A vector for each sequence of token ids: the mean of the trunk's last hidden states, length 1.
+
+        One sequence between two steps, so that running answers go on, and a caller who leaves stops it.
+        """
+        return [vector for ids in batch for vector in await self._embed([ids], adapter)]
+
+    async def _embed(self, batch: list[list[int]], adapter: str | None) -> list[list[float]]:
         return await asyncio.wrap_future(self._worker.call(lambda engine: engine.embed(batch, adapter)))
 
     @property

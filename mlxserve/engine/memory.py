@@ -19,9 +19,10 @@ from mlxserve.cache.pages import GroupSpec, pages_for
 from mlxserve.cache.state import LayerState
 from mlxserve.cache.store import LayerPages
 from mlxserve.config import CACHE_SHARE, MIB, EngineConfig
-from mlxserve.engine.scheduler import Memory
+from mlxserve.engine.capacity import Memory
 from mlxserve.errors import DoesNotFit
-from mlxserve.models.paged import PagedModel, Step
+from mlxserve.models.load import LoadedModel
+from mlxserve.models.paged import SOLO, PagedModel, Step
 
 # A model with recurrent layers spends at most this much of its budget on their state.
 STATE_SHARE = 0.5
@@ -89,6 +90,18 @@ def bound_mlx() -> None:
     mx.set_cache_limit(MLX_CACHE_BYTES)
     if mx.metal.is_available():
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+def plan_for(loaded: LoadedModel, way: str, config: EngineConfig) -> tuple[Memory, Sizes | None]:
+    """What a model served in `way` may take of this machine now; no sizes where it has no pages.
+
+    Raises DoesNotFit, as `plan_memory`.
+    """
+    if way == SOLO:
+        return Memory((), 0, loaded.context), None
+    sizes = measure(loaded.model, way, config)
+    free_bytes = machine_budget() - mx.get_active_memory()
+    return plan_memory(sizes, config, loaded.context, free_bytes), sizes
 
 
 def plan_memory(sizes: Sizes, config: EngineConfig, context: int, free_bytes: int) -> Memory:

@@ -1,17 +1,35 @@
 """How many prompt tokens a step may take while streams are running.
 
-Knows: how long recent steps took. Does not know what they computed or for whom.
+Knows: how long recent steps took, with prompts and without. Does not know what they computed or for whom.
 
-The budget follows what is measured: after a step that used it up, it is scaled by target over time taken,
-within bounds, so that it settles where a step takes the target, whatever the machine's costs are and however
+The budget follows what is measured: after a step that used it up, it is scaled by goal over time taken,
+within bounds, so that it settles where a step takes the goal, whatever the machine's costs are and however
 they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
+
+The goal is the target. Where the streams alone take most of it, or more, no budget could keep it, and prompts
+would trickle in beside half-empty batches: there a step may take `STRETCH` times what it takes without any
+prompt. That time is seen whenever no prompt is waiting; where one always is, one step goes without, to see it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # Aim a little below the target: steps vary, and a step is not interrupted.
 MARGIN = 0.8
 SLOWEST_CHANGE, FASTEST_CHANGE = 0.6, 1.5
+STRETCH = 1.5
+
+
+@dataclass(slots=True)
+class _Bare:
+    """A step without prompts: how many streams, how long."""
+
+    streams: int
+    elapsed_s: float
+
+    def tells_of(self, streams: int) -> bool:
+        return self.streams <= 2 * streams and streams <= 2 * self.streams
 
 
 class Pace:
@@ -22,12 +40,17 @@ class Pace:
         self.smallest = smallest
         self.largest = largest
         self._budget: float | None = None
+        self._bare: _Bare | None = None
+        self._looking = False  # a step without prompts is on its way
 
     def record(self, prompt_tokens: int, streams: int, elapsed_s: float) -> None:
         """A step with that many prompt tokens beside that many decoding rows took that long."""
-        if prompt_tokens == 0 or elapsed_s <= 0:
+        if elapsed_s <= 0:
             return
-        ratio = self.target_s * MARGIN / elapsed_s
+        if prompt_tokens == 0:
+            self._record_bare(streams, elapsed_s)
+            return
+        ratio = self._goal_s(streams) / elapsed_s
         if self._budget is None or streams == 0:
             # Nobody waited; it only tells where to begin when somebody will.
             self._budget = self._bounded(prompt_tokens * ratio)
@@ -38,10 +61,32 @@ class Pace:
             self._budget = self._bounded(min(prompt_tokens, self._budget) * change)
 
     def budget(self, streams: int) -> int:
-        """Prompt tokens for the next step, beside `streams` running streams."""
+        """Prompt tokens for the next step, beside `streams` running streams; 0 to see how long these take."""
         if streams == 0:
             return self.largest
+        if self._should_look(streams):
+            self._looking = True
+            return 0
         return self.smallest if self._budget is None else int(self._budget)
+
+    def _record_bare(self, streams: int, elapsed_s: float) -> None:
+        self._looking = False
+        if self._bare is not None and self._bare.tells_of(streams):
+            elapsed_s = (self._bare.elapsed_s + elapsed_s) / 2
+        self._bare = _Bare(streams, elapsed_s)
+
+    def _goal_s(self, streams: int) -> float:
+        """How long a step with prompts may take."""
+        goal_s = self.target_s * MARGIN
+        if self._bare is not None and self._bare.tells_of(streams):
+            goal_s = max(goal_s, self._bare.elapsed_s * STRETCH)
+        return goal_s
+
+    def _should_look(self, streams: int) -> bool:
+        """Whether the budget is as small as can be and it is not known if the streams are the reason."""
+        if self._looking or self._budget is None or self._budget > self.smallest:
+            return False
+        return self._bare is None or not self._bare.tells_of(streams)
 
     def _bounded(self, tokens: float) -> float:
         return max(float(self.smallest), min(float(self.largest), tokens))

@@ -23,7 +23,9 @@ import numpy as np
 from mlxserve.cache.disk import Buffer, DiskTier
 from mlxserve.cache.pages import HOLE, OutOfPages
 from mlxserve.cache.prefix import Match
-from mlxserve.engine.scheduler import Scheduler
+from mlxserve.config import EngineConfig
+from mlxserve.engine.cache_manager import CacheManager
+from mlxserve.models.load import LoadedModel
 from mlxserve.models.paged import PagedModel
 
 BLOCK_PAGES = 8
@@ -31,12 +33,29 @@ BLOCK_PAGES = 8
 MOST_PENDING = 64
 
 
+def open_persistence(
+    loaded: LoadedModel, way: str, config: EngineConfig, cache: CacheManager, model: object
+) -> Persistence | None:
+    """The disk tier of one engine, if its configuration has a folder and prefixes lie in pages or slots.
+
+    A folder serves engines of many forms; only those that would write the same bytes share blocks.
+    """
+    if config.cache_dir is None or not cache.reuse:
+        return None
+    assert isinstance(model, PagedModel)
+    form = f"{loaded.digest}:{way}:{config.kv_bits}:{config.kv_group_size}"
+    fingerprint = f"{form}:{config.page_size}:{loaded.dtype}"
+    disk = DiskTier(config.cache_dir, config.cache_dir_bytes, fingerprint, BLOCK_PAGES * config.page_size)
+    cache.block_tokens = disk.block_tokens
+    return Persistence(disk, cache, model)
+
+
 class Persistence:
     """Saves and restores prefixes of one engine."""
 
-    def __init__(self, disk: DiskTier, scheduler: Scheduler, model: PagedModel) -> None:
+    def __init__(self, disk: DiskTier, cache: CacheManager, model: PagedModel) -> None:
         self.disk = disk
-        self.scheduler = scheduler
+        self.cache = cache
         self.model = model
         # A block's name, its arrays, and with the last block of a chain the names of those before it.
         self._gathered: list[tuple[str, dict[str, mx.array], list[str]]] = []
@@ -51,7 +70,7 @@ class Persistence:
         names, match = self._resumable(names, tokens, adapter)
         if match is None:
             return
-        paged = names if self.scheduler.pools else []
+        paged = names if self.cache.pools else []
         state = [] if match.state is None else [self.disk.state_of(names[-1])]
         new = [name for name in (*paged, *state) if name not in self._known]
         if not new:
@@ -72,12 +91,12 @@ class Persistence:
 
         Without recurrent state that is all of them or nothing: what is missing is being computed.
         """
-        size, tree = self.disk.block_tokens, self.scheduler.tree
+        size, tree = self.disk.block_tokens, self.cache.tree
         while names:
             match = tree.match(adapter, tokens, len(names) * size)
             if match.length == len(names) * size:
                 return names, match
-            if self.scheduler.states is None:
+            if self.cache.states is None:
                 break
             names = names[: min(match.length // size, len(names) - 1)]
         return [], None
@@ -109,7 +128,7 @@ class Persistence:
         if not names:
             return 0
         size = self.disk.block_tokens
-        match = self.scheduler.tree.acquire(adapter, tokens, len(names) * size)
+        match = self.cache.tree.acquire(adapter, tokens, len(names) * size)
         have = match.length // size
         tables: list[list[int]] = [list(shared[: have * BLOCK_PAGES]) for shared in match.shared]
         surplus = [shared[have * BLOCK_PAGES :] for shared in match.shared]
@@ -117,19 +136,19 @@ class Persistence:
         if have < len(names):
             came += self._read_pages(names[have:], tables)
             state = self._read_state(names[-1]) if came == len(names) else None
-        whole = self.scheduler.states is None or state is not None
+        whole = self.cache.states is None or state is not None
         if came > have and whole:
             self._insert(tokens, adapter, tables, came * size, state)
             self.disk.touch(names[:came] if state is None else [*names, self.disk.state_of(names[-1])])
-        self._known.update(names[:have] if self.scheduler.pools else [])
+        self._known.update(names[:have] if self.cache.pools else [])
         self._give_back(match, tables, surplus)
         return (came - have) * size if whole else 0
 
     def _there(self, names: list[str]) -> list[str]:
         """The blocks that are on disk one behind the other, up to one that can be resumed behind."""
-        if self.scheduler.pools:
+        if self.cache.pools:
             names = names[: self.disk.present(names)]
-        while self.scheduler.states is not None and names:
+        while self.cache.states is not None and names:
             if self.disk.present([self.disk.state_of(names[-1])]):
                 break
             names = names[:-1]
@@ -143,7 +162,7 @@ class Persistence:
         length: int,
         state: int | None,
     ) -> None:
-        tree = self.scheduler.tree
+        tree = self.cache.tree
         cursor = tree.acquire(adapter, tokens, 0).cursor
         assert cursor is not None
         tree.insert(cursor, list(tokens), tables, length=length, state=state)
@@ -158,16 +177,16 @@ class Persistence:
     def _give_back(self, match: Match, tables: list[list[int]], surplus: list[list[int]]) -> None:
         """The references taken here go; what the tree has inserted stays in the tree."""
         assert match.cursor is not None
-        if match.state is not None and self.scheduler.states is not None:
-            self.scheduler.states.release([match.state])
-        for pool, table, rest, copy in zip(self.scheduler.pools, tables, surplus, match.copy):
+        if match.state is not None and self.cache.states is not None:
+            self.cache.states.release([match.state])
+        for pool, table, rest, copy in zip(self.cache.pools, tables, surplus, match.copy):
             pool.release([page for page in (*table, *rest) if page != HOLE])
             pool.release([] if copy is None else [copy])
-        self.scheduler.tree.release(match.cursor)
+        self.cache.tree.release(match.cursor)
 
     def _read_pages(self, names: list[str], tables: list[list[int]]) -> int:
         """Blocks from disk into fresh pages at the end of `tables`; how many were to be had."""
-        if not self.scheduler.pools:
+        if not self.cache.pools:
             return len(names)
         return next((i for i, name in enumerate(names) if not self._read(name, tables)), len(names))
 
@@ -180,26 +199,24 @@ class Persistence:
         try:
             for group in range(len(tables)):
                 present = arrays.pop(f"pages.{group}").tolist()
-                pages = self.scheduler.take_pages(group, sum(present))  # type: ignore[arg-type]
+                pages = self.cache.take_pages(group, sum(present))  # type: ignore[arg-type]
                 taken.append(pages)
                 fresh = iter(pages)
                 tables[group].extend(next(fresh) if there else HOLE for there in present)  # type: ignore[union-attr]
         except OutOfPages:
             for group, pages in enumerate(taken):
                 del tables[group][-BLOCK_PAGES:]
-                self.scheduler.pools[group].release(pages)
+                self.cache.pools[group].release(pages)
             return False
         self.model.write_pages(taken, arrays)
         return True
 
     def _read_state(self, name: str) -> int | None:
         """The state behind a block from disk into a slot; None if it is not to be had, or there is none."""
-        states = self.scheduler.states
-        arrays = None if states is None else self._file(self.disk.state_of(name))
-        if states is None or arrays is None or not (states.free or self.scheduler.tree.evict_states(1)):
-            return None
-        (slot,) = states.allocate(1)
-        self.model.write_state(slot, arrays)
+        arrays = None if self.cache.states is None else self._file(self.disk.state_of(name))
+        slot = None if arrays is None else self.cache.take_state()
+        if arrays is not None and slot is not None:
+            self.model.write_state(slot, arrays)
         return slot
 
     def _file(self, name: str) -> dict[str, mx.array] | None:

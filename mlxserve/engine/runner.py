@@ -21,6 +21,7 @@ from mlxserve.cache.pages import pages_for
 from mlxserve.config import EngineConfig
 from mlxserve.engine.adapters import Adapters
 from mlxserve.engine.batch import Batch
+from mlxserve.engine.capacity import Memory
 from mlxserve.engine.sampler import Logprobs, Sampler
 from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
@@ -81,6 +82,10 @@ class Limits:
     pages: tuple[int, ...]
     state_slots: int
 
+    @classmethod
+    def of(cls, memory: Memory) -> Limits:
+        return cls(tuple(spec.pages for spec in memory.groups), memory.state_slots)
+
 
 class SoloModel:
     """A definition that cannot be paged, with mlx-lm's own caches, one sequence at a time."""
@@ -106,7 +111,7 @@ class SoloModel:
         found = tree_flatten([cache.state for cache in self._caches])  # type: ignore[attr-defined]
         return [array for _, array in found if isinstance(array, mx.array)]
 
-    def copy_pages(self, group: int, sources: list[int], targets: list[int]) -> None:
+    def copy_pages(self, group: int, sources: list[int], targets: list[int], places: list[int]) -> None:
         raise AssertionError("a model without pages copies none")
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
@@ -141,6 +146,7 @@ class Runner:
         self.model = model
         self._adapter_id: Callable[[str], int] | None = None
         self.sampler = Sampler(slots)
+        self.page_size = page_size
         columns = pages_for(context, page_size) + 1
         self.tables = [np.zeros((slots, columns), np.int32) for _ in model.windows]
         self.state_slots = np.zeros(slots, np.int32)
@@ -219,11 +225,18 @@ class Runner:
                 self.state_slots[admission.slot] = admission.state_slot
         self._reserve(batch)
         self._apply(batch.pages)
-        for group in {group for group, _, _ in batch.copies}:
-            pairs = [(source, target) for g, source, target in batch.copies if g == group]
-            self.model.copy_pages(group, [source for source, _ in pairs], [target for _, target in pairs])
+        self._copy(batch)
         if batch.restores:
             self.model.copy_states(*map(list, zip(*batch.restores)))
+
+    def _copy(self, batch: Batch) -> None:
+        """Copy pages up to where each sequence goes on: what lies behind is another's."""
+        for group in {group for group, _, _ in batch.copies}:
+            pairs = [(source, target) for g, source, target in batch.copies if g == group]
+            table, size = self.tables[group], self.page_size
+            kept = {int(table[s.slot, s.start // size]): s.start % size for s in batch.segments}
+            places = [kept.get(target, 0) for _, target in pairs]
+            self.model.copy_pages(group, [source for source, _ in pairs], [t for _, t in pairs], places)
 
     def _reserve(self, batch: Batch) -> None:
         """Grow the arrays to the ids this step uses for the first time."""
@@ -270,8 +283,7 @@ class Runner:
         self, table: np.ndarray, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
         """(S, MB): the rows of these slots, as wide as the longest of them."""
-        page_size = getattr(self.model, "page_size", 1)
-        return table[slots, : pages_for(int((starts + counts).max()), page_size)]
+        return table[slots, : pages_for(int((starts + counts).max()), self.page_size)]
 
     def _ids(self, batch: Batch, slots: np.ndarray, counts: np.ndarray) -> mx.array:
         """(T,) token ids: from the host where known, else from the last step's draw."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mlxserve.cache.prefix import Cursor
+from mlxserve.engine.batch import Segment
 from mlxserve.request import FinishReason, Request
 
 
@@ -75,3 +76,12 @@ class Sequence:
     def longest(self) -> int:
         """Positions it can ever hold: the last token drawn is never computed."""
         return len(self.request.prompt) + (self.request.params.max_tokens or 1) - 1
+
+
+@dataclass(slots=True)
+class Planned:
+    """A sequence's part in a step; checkpoint: the state slot to copy its state to after the step."""
+
+    sequence: Sequence
+    segment: Segment
+    checkpoint: int | None = None

@@ -19,7 +19,8 @@ from typing import Any, Protocol, TypeVar
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.beside import Beside
-from mlxserve.engine.engine import Engine, Sink
+from mlxserve.engine.engine import Engine
+from mlxserve.engine.output_processor import Sink
 from mlxserve.engine.threads import join_fully
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.request import Request

@@ -9,6 +9,9 @@ needs is plain again.
                                             gain, shift (M + 1, out) where one of them is DoRA
     rows of a call                          adapter 0 is none: zeros, gain 1; r is the largest rank
 
+A layer of which this process has a part takes the same part of the factors: b by outputs, a by inputs. Where
+the ranks' products are then added up, the low-rank product joins its rank's own before the sum.
+
 A call in which no row has an adapter of this layer costs one comparison; one in which all rows have the same
 one is two plain products; else rows are gathered (`mx.gather_mm`), or taken run by run where runs are long.
 
@@ -17,7 +20,7 @@ Sources: LoRA arXiv:2106.09685, DoRA arXiv:2402.09353; many adapters in one batc
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -28,7 +31,7 @@ import numpy as np
 
 from mlxserve.errors import ModelInvalid, ModelUnsupported, Unsupported
 from mlxserve.models.adapters import ADAPTER_LEAVES, Adapter
-from mlxserve.models.linear import dense_weight, is_linear, is_switch, linear_shape
+from mlxserve.models.linear import adds_up, dense_weight, is_linear, is_switch, linear_shape, own_product
 
 # Rows a run must have on average before a product for each run beats one gathered product.
 LONG_RUN = 8
@@ -184,32 +187,45 @@ def _wider(value: mx.array, axis: int, size: int) -> mx.array:
     return mx.pad(value, pads)
 
 
+# path, squares (out,) of the rows that this process has -> those of the whole rows
+SumSquares = Callable[[str, mx.array], mx.array]
+
+
 class _Part:
     """One adapter's share of one layer: a (in, r), b (r, out) scaled; of DoRA also gain and shift (out,)."""
 
-    def __init__(self, layer: nn.Module, path: str, adapter: Adapter) -> None:
+    def __init__(self, layer: nn.Module, path: str, adapter: Adapter, sum_squares: SumSquares) -> None:
+        self._sum_squares = sum_squares
         self.a = adapter.arrays[f"{path}.lora_a"]
         self.b = adapter.arrays[f"{path}.lora_b"] * adapter.scales[path]
         self.scaling: tuple[mx.array, mx.array] | None = None
         length = adapter.arrays.get(f"{path}.m")
         if length is not None:
-            self.scaling = self._scale_rows(layer, length)
+            self.scaling = self._scale_rows(layer, path, length)
 
-    def _scale_rows(self, layer: nn.Module, length: mx.array) -> tuple[mx.array, mx.array]:
-        """y = gain · (W x + Δ x) + bias, as gain · (W x + bias + Δ x) + (1 - gain) · bias."""
+    def _scale_rows(self, layer: nn.Module, path: str, length: mx.array) -> tuple[mx.array, mx.array]:
+        """y = gain · (W x + Δ x) + bias, as gain · (W x + bias + Δ x) + (1 - gain) · bias.
+
+        A layer that adds up over ranks has its bias behind the sum, so there nothing is to be made up for.
+        """
         merged = dense_weight(layer).astype(mx.float32) + (self.a @ self.b).T  # (out, in)
-        gain = length / mx.linalg.norm(merged, axis=1)
-        bias = layer.get("bias")
+        gain = length / mx.sqrt(self._sum_squares(path, mx.square(merged).sum(axis=1)))
+        bias = None if adds_up(layer) else layer.get("bias")
         shift = mx.zeros_like(gain) if bias is None else (1 - gain) * bias
         mx.eval(gain, shift)  # one layer's dense weight at a time
         return gain, shift
 
 
 class AdapterStack:
-    """All adapters on one model. ids are given once and never again."""
+    """All adapters on one model. ids are given once and never again.
 
-    def __init__(self, model: nn.Module, dtype: mx.Dtype) -> None:
-        self.model, self.dtype = model, dtype
+    sum_squares: where rows of matrices go on in other processes, adds up their squares over all (DoRA).
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: mx.Dtype, sum_squares: SumSquares = lambda path, own: own
+    ) -> None:
+        self.model, self.dtype, self._sum_squares = model, dtype, sum_squares
         self.rows: CallRows | None = None
         self._layers: dict[str, Factors] = {}
         self._next = 1
@@ -232,7 +248,7 @@ class AdapterStack:
         for path in adapter.paths:
             layer = modules[path]
             factors = self._layers.get(path) or Factors(self, path, layer)
-            made[path] = factors.with_member(member, _Part(layer, path, adapter))
+            made[path] = factors.with_member(member, _Part(layer, path, adapter, self._sum_squares))
         mx.eval([factors.arrays() for factors in made.values()])
         for path, factors in made.items():
             self._install(modules[path], factors)
@@ -253,7 +269,7 @@ class AdapterStack:
             self._layers[factors.path] = layer._factors = factors
             if not hasattr(type(layer), "plain"):
                 own_class: Any = type(layer)
-                layer.__class__ = _adapting(own_class)
+                layer.__class__ = _adapting_part(own_class) if adds_up(layer) else _adapting(own_class)
         else:
             del self._layers[factors.path]
             make_plain(layer)
@@ -285,6 +301,24 @@ def _adapting(layer_class: Hashable) -> type:
 
         def __call__(self, x: mx.array) -> mx.array:
             return self._factors.add(x, super().__call__(x))
+
+    Adapting.__name__ = base.__name__
+    Adapting.__qualname__ = base.__qualname__
+    return Adapting
+
+
+@cache
+def _adapting_part(layer_class: Hashable) -> type:
+    """The same for a layer that adds up over ranks: one sum for the base's product and the adapters'."""
+    base: Any = layer_class
+
+    class Adapting(base):
+        plain = base
+
+        def __call__(self, x: mx.array) -> mx.array:
+            y = self._factors.add(x, own_product(self, x))
+            y = mx.distributed.all_sum(y, group=self.group)
+            return y + self["bias"] if "bias" in self else y
 
     Adapting.__name__ = base.__name__
     Adapting.__qualname__ = base.__qualname__

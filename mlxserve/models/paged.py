@@ -128,6 +128,7 @@ class PagedModel:
 
     def forward(self, ids: mx.array, step: Step) -> mx.array:
         """Logits (R, V) of the wanted rows, in the order of the segments; ids is (T,)."""
+        self._clear_fresh(step)
         if self.way == ROWS:
             return self._call(ids[:, None], step, wanted_rows(step))
         together = _together(step, self.way)
@@ -187,11 +188,27 @@ class PagedModel:
         for store in self.stores:
             store.clear()
 
-    def copy_pages(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages of one group, in every layer of it."""
-        source_ids, target_ids = mx.array(list(sources)), mx.array(list(targets))
+    def copy_pages(
+        self, group: int, sources: Sequence[int], targets: Sequence[int], places: Sequence[int]
+    ) -> None:
+        """Copy the first `places` of each page of one group, in every layer of it; zeros follow."""
+        source_ids, target_ids, kept = (mx.array(list(ids)) for ids in (sources, targets, places))
         for store in self._pages_of(group):
-            store.copy_pages(source_ids, target_ids)
+            store.copy_pages(source_ids, target_ids, kept)
+
+    def _clear_fresh(self, step: Step) -> None:
+        """Zero the pages whose first place this step writes.
+
+        Attention reads whole pages and gives what lies behind a sequence's last key no weight; but no
+        weight times NaN is NaN, and who had the page before may have left one.
+        """
+        for group, table in enumerate(step.tables):
+            first, last = -(-step.starts // self.page_size), (step.starts + step.counts - 1) // self.page_size
+            fresh = [table[s, first[s] : last[s] + 1] for s in np.flatnonzero(first <= last)]
+            if fresh:
+                ids = mx.array(np.concatenate(fresh))
+                for store in self._pages_of(group):
+                    store.clear_pages(ids)
 
     def read_pages(self, pages: Sequence[Sequence[int]]) -> dict[str, mx.array]:
         """Copies of pages, ids by group: each layer's arrays under "<layer>.<array>", (n, page_size, …)."""

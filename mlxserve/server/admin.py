@@ -5,6 +5,7 @@ Knows: /health, /ready, /metrics, /v1/models, /v1/capabilities. Does not know ho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
@@ -13,8 +14,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from mlxserve.errors import UsageError
 from mlxserve.request import SamplingParams
 from mlxserve.server.answer import json_response, service_of
+from mlxserve.server.files import page_of
 from mlxserve.server.models import Loaded
 from mlxserve.server.ports import ModelCard
 from mlxserve.text.template import RESERVED
@@ -60,10 +63,21 @@ async def list_models(request: HttpRequest) -> Response:
     """OpenAI's list, or Anthropic's where its clients ask."""
     cards = await service_of(request).models.catalogue()
     if "anthropic-version" in request.headers:
-        data = [anthropic_model(card) for card in cards]
-        edge = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return json_response({"data": data, "has_more": False, **edge})
+        return json_response(_anthropic_page([anthropic_model(card) for card in cards], request.query_params))
     return json_response({"object": "list", "data": [openai_model(card) for card in cards]})
+
+
+def _anthropic_page(models: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """`limit` models behind `after_id`, or those before `before_id`. Raises UsageError."""
+    after, before = query.get("after_id"), query.get("before_id")
+    if after is not None and before is not None:
+        raise UsageError("Send after_id or before_id, but not both.", param="before_id")
+    turned = models[::-1] if before is not None else models
+    asked = {"limit": query.get("limit", "20"), "after": after if before is None else before}
+    page = page_of(turned, {k: v for k, v in asked.items() if v is not None}, most=1000)
+    data = page["data"][::-1] if before is not None else page["data"]
+    edge = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"data": data, "has_more": page["has_more"], **edge}
 
 
 async def show_model(request: HttpRequest) -> Response:

@@ -63,12 +63,22 @@ async def messages(request: HttpRequest) -> Response:
     service = service_of(request)
     tools = offered_tools(body)
     params = message_params(body, tools)
-    client = client_of(request)
+    client = client_of(request, body.metadata.user_id if body.metadata else None)
 
     async def plan(entry: Loaded) -> Run:
         return await _plan(service, entry, body, tools, params, client)
 
-    return await answer(request, Call(body.model, plan, MessageRenderer(body), bool(body.stream)))
+    call = Call(
+        body.model, plan, MessageRenderer(body), bool(body.stream), fields=_field_names(params, tools)
+    )
+    return await answer(request, call)
+
+
+def _field_names(params: SamplingParams, tools: Tools) -> dict[str, str]:
+    """What the engine's names for fields are here."""
+    form = "output_config.format"
+    grammar = form if params.constrained and not tools.forced else "tools"
+    return {"prompt": "messages", "schema": form, "stop": "stop_sequences", "grammar": grammar}
 
 
 async def count_tokens(request: HttpRequest) -> Response:
@@ -168,7 +178,13 @@ class MessageRenderer:
             **self._message(content),
             **stop_object(reply.finish, reply.stopped_by),
             "usage": usage_object(run.usage),
+            **self._edits,
         }
+
+    @property
+    def _edits(self) -> dict[str, Any]:
+        """Which of the edits of the history that were asked for were made: none."""
+        return {"context_management": {"applied_edits": []}} if self.body.context_management else {}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -227,6 +243,7 @@ class MessageRenderer:
                 "type": "message_delta",
                 "delta": stop_object(reply.finish, reply.stopped_by),
                 "usage": usage_object(run.usage),
+                **self._edits,
             },
         )
         yield event_frame("message_stop", {"type": "message_stop"})

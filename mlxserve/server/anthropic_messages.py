@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mlxserve.errors import Unsupported
+from mlxserve.errors import Unsupported, UsageError
 from mlxserve.server.anthropic_types import (
     AnthropicMessage,
+    AnthropicTool,
     AnyChoice,
     Conversation,
     DocumentBlock,
@@ -50,6 +51,8 @@ def _turns(message: AnthropicMessage, where: str) -> Iterator[Message]:
 
 def _user(message: AnthropicMessage, where: str) -> Iterator[Message]:
     """Results first, as tool turns, then what the user says, as the API asks its callers to order them."""
+    if not message.content:
+        raise UsageError(f"{where}.content must hold at least one block.", param=f"{where}.content")
     said: list[str] = []
     for i, block in enumerate(message.content):
         at = f"{where}.content[{i}]"
@@ -114,6 +117,12 @@ def _block_text(block: Any, where: str) -> str:
             raise Unsupported(f"{where}: such a block cannot stand in this turn.", param=where)
 
 
+def _schema(tool: AnthropicTool) -> dict[str, Any]:
+    """The input's schema, with examples under the word that JSON schema has for them."""
+    examples = {"examples": tool.input_examples} if tool.input_examples else {}
+    return {**tool.input_schema, **examples}
+
+
 def offered_tools(body: Conversation) -> Tools:
     """The tools that the prompt shows, and whether one must be called."""
     tools = [
@@ -121,7 +130,7 @@ def offered_tools(body: Conversation) -> Tools:
             function=FunctionSpec(
                 name=tool.name,
                 description=tool.description,
-                parameters=tool.input_schema,
+                parameters=_schema(tool),
                 strict=tool.strict,
             )
         )

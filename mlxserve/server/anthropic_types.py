@@ -13,8 +13,6 @@ from mlxserve.server.fields import Body, Count, Name, Part, StopString, TopK, To
 
 HISTORY_HINTS = {
     "cache_control": "A cache hint; prefixes are shared by themselves.",
-    "metadata": "The caller's own labels; user_id is read for fairness only where it is text.",
-    "context_management": "Hints for shortening a history; it is read as sent.",
     "diagnostics": "Asks about the cache of a hosted service.",
     "inference_geo": "Everything runs on this machine.",
     "service_tier": "There is one tier.",
@@ -43,12 +41,16 @@ class DocumentSource(Part):
     file_id: Any = None
 
 
+class Citations(Part):
+    enabled: Literal[False] | None = None  # answers point at no places in a document
+
+
 class DocumentBlock(Part, tag="document", tag_field="type"):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
     cache_control: Any = None
-    citations: Any = None
+    citations: Citations | None = None
 
 
 class ToolUseBlock(Part, tag="tool_use", tag_field="type"):
@@ -98,9 +100,9 @@ class AnthropicTool(Part):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: Any = None
-    eager_input_streaming: bool | None = None
-    input_examples: Any = None
-    allowed_callers: Any = None
+    eager_input_streaming: bool | None = None  # arguments are always streamed as they come
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -151,6 +153,16 @@ class OutputConfig(Part):
     format: SchemaOutput | None = None
 
 
+class Metadata(Part):
+    user_id: str | None = None
+
+
+class ContextManagement(Part):
+    """Edits of a history that a hosted service makes. None is made here, and the answer says so."""
+
+    edits: list[dict[str, Any]] = []
+
+
 class Conversation(Body):
     """What a message and a count of its tokens have in common."""
 
@@ -161,6 +173,8 @@ class Conversation(Body):
     tool_choice: AutoChoice | AnyChoice | OneChoice | NoChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    metadata: Metadata | None = None
+    context_management: ContextManagement | None = None
 
     HARMLESS = HISTORY_HINTS
     REFUSED = {

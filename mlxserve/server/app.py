@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.applications import Starlette
@@ -45,6 +46,7 @@ from mlxserve.server.security import Guard
 from mlxserve.server.sse import as_shown
 from mlxserve.server.watch import Watch
 
+log = logging.getLogger("mlxserve.server")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 EXPIRE_TICK_S = 1.0
 
@@ -185,7 +187,10 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 async def _expire(models: ModelRegistry) -> None:
     while True:
         await asyncio.sleep(EXPIRE_TICK_S)
-        await models.expire()
+        try:
+            await models.expire()
+        except Exception as error:  # one engine that cannot be closed; the others still expire
+            log.error("Unloading an idle model failed", exc_info=error)
 
 
 async def _shown(request: HttpRequest, error: Exception) -> Response:

@@ -55,19 +55,27 @@ async def _openai(request: HttpRequest, body: EmbeddingBody, inputs: list[Prompt
 
 
 async def embed(
-    entry: Loaded, inputs: Sequence[Prompt], dimensions: int | None = None, *, truncate: bool = False
+    entry: Loaded,
+    inputs: Sequence[Prompt],
+    dimensions: int | None = None,
+    *,
+    truncate: bool = False,
+    limit: int | None = None,
 ) -> Vectors:
-    """One vector an input. Raises PromptTooLong (or cuts, with `truncate`) and UsageError."""
+    """One vector an input. Raises PromptTooLong (or cuts, with `truncate`) and UsageError.
+
+    limit: tokens an input may have, where that is less than the model reads.
+    """
     require(len(inputs) <= MAX_INPUTS, f"input holds more than {MAX_INPUTS} texts.", "input")
-    batch = [await _tokens(entry, i, text, truncate) for i, text in enumerate(inputs)]
+    most = limit or entry.engine.context
+    batch = [await _tokens(entry, i, text, truncate, most) for i, text in enumerate(inputs)]
     vectors = await entry.engine.embed(batch, entry.adapter) if batch else []
     if dimensions is not None:
         vectors = [shorten(vector, dimensions) for vector in vectors]
     return Vectors(vectors, sum(map(len, batch)))
 
 
-async def _tokens(entry: Loaded, index: int, text: Prompt, truncate: bool) -> list[int]:
-    limit = entry.engine.context
+async def _tokens(entry: Loaded, index: int, text: Prompt, truncate: bool, limit: int) -> list[int]:
     if isinstance(text, str):
         ids = await entry.dialogue.encode_for_embedding(text, limit=limit if truncate else None)
     else:

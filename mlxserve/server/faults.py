@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from mlxserve.errors import Busy, MlxServeError
+from mlxserve.errors import Busy, MlxServeError, PromptTooLong
 
 
 class NotAuthorized(MlxServeError):
@@ -85,16 +85,28 @@ def openai_error(error: MlxServeError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
+def _naming_the_field(error: MlxServeError) -> str:
+    """The sentence, for objects that have no place of their own for the field's name."""
+    message = str(error)
+    return message if error.param is None or error.param in message else f"{error.param}: {message}"
+
+
 def anthropic_error(error: MlxServeError) -> dict[str, Any]:
-    """Anthropic's error object, also the data of its `error` stream event."""
+    """Anthropic's error object, also the data of its `error` stream event.
+
+    A prompt that is too long is told in the words by which agents know that they must shorten their history.
+    """
     fallback = "api_error" if error.http_status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.http_status, fallback)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    message = _naming_the_field(error)
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.needed} tokens > {error.limit} maximum. {error}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def ollama_error(error: MlxServeError) -> dict[str, Any]:
     """Ollama's: one sentence."""
-    return {"error": str(error)}
+    return {"error": _naming_the_field(error)}
 
 
 def object_for(path: str, headers: Mapping[str, str]) -> ErrorObject:

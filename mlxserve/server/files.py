@@ -13,7 +13,7 @@ import asyncio
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -197,13 +197,28 @@ async def _keep(form: FormData, store: FileStore, config: ServerConfig) -> Store
 async def list_files(request: HttpRequest) -> Response:
     query = request.query_params
     files = [f for f in store_of(request).listed() if query.get("purpose") in (None, f.purpose)]
-    if query.get("order") == "asc":
+    if ascending(query):
         files.reverse()
-    return json_response(page_of([file.shown() for file in files], query, most=10_000))
+    items = [file.shown() for file in files]
+    return json_response(page_of(items, query, most=10_000, also=("purpose", "order")))
 
 
-def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *, most: int = 100) -> dict[str, Any]:
-    """OpenAI's list object: `limit` items behind the one whose id `after` names. Raises UsageError."""
+def ascending(query: Mapping[str, str]) -> bool:
+    """What `order` says; the newest come first unless it says asc. Raises UsageError."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise UsageError(f"order must be asc or desc, not {order!r}.", param="order")
+    return order == "asc"
+
+
+def page_of(
+    items: list[dict[str, Any]], query: Mapping[str, str], *, most: int = 100, also: Sequence[str] = ()
+) -> dict[str, Any]:
+    """OpenAI's list object: `limit` items behind the one whose id `after` names.
+
+    also: what the query may say beside. Raises UsageError, and Unsupported for anything else in the query.
+    """
+    refuse_unknown(query, ("after", "limit", *also))
     after, text = query.get("after"), query.get("limit")
     limit = most if text is None else int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= limit <= most:
@@ -216,6 +231,13 @@ def page_of(items: list[dict[str, Any]], query: Mapping[str, str], *, most: int 
     data = items[:limit]
     edge = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, "has_more": len(items) > limit, **edge}
+
+
+def refuse_unknown(query: Mapping[str, str], known: Sequence[str]) -> None:
+    """Unsupported that names what the query says beyond `known`."""
+    for name in query:
+        if name not in known:
+            raise Unsupported(f"'{name}' is not a query parameter of this path.", param=name)
 
 
 async def retrieve(request: HttpRequest) -> Response:

@@ -154,10 +154,12 @@ class Run:
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Every step of every choice. Closing it cancels what still runs."""
         source = self._one(0) if len(self.requests) == 1 else self._all()
-        async with aclosing(source) as steps:
-            async for step in steps:
-                yield step
-        self._report()
+        try:
+            async with aclosing(source) as steps:
+                async for step in steps:
+                    yield step
+        finally:
+            self._report()
 
     async def _one(self, choice: int) -> AsyncGenerator[Step, None]:
         """One choice: its request; where reasoning used up its budget, then another that answers."""
@@ -264,7 +266,8 @@ class Run:
             self.usage.cached_tokens = max(self.usage.cached_tokens, delta.metrics.cached_tokens)
 
     def _report(self) -> None:
-        if self.observer:
+        """What was computed, also for an answer that was broken off."""
+        if self.observer and self.first_token_s is not None:
             usage = self.usage
             self.observer.tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 

@@ -130,7 +130,7 @@ class LocalLoader:
         if card.embeds:
             from mlxserve.engine.encoder import AsyncEncoder
 
-            return await AsyncEncoder.start(files.path, name=card.name)
+            return await AsyncEncoder.start(files.path, name=card.name, max_queue=self._engine.max_queue)
         return await AsyncLLM.start(str(files.path), load=self._load, engine=self._engine)
 
     # -- the cache ------------------------------------------------------------------------------------

@@ -189,9 +189,13 @@ class ModelRegistry:
         await asyncio.to_thread(self.loader.remove, name)
 
     async def unload(self, name: str) -> bool:
-        """Unloads an idle model now; False where it is in use or not loaded."""
+        """Unloads a model: an idle one now, one in use with its last answer (then False, as if not loaded)."""
         entry = self._entry(name)
-        return entry is not None and await self._unload_if_idle(entry)
+        if entry is None:
+            return False
+        if not entry.pinned:
+            entry.keep_alive_s = 0.0
+        return await self._unload_if_idle(entry)
 
     # -- adapters -------------------------------------------------------------------------------
 
@@ -261,9 +265,14 @@ class ModelRegistry:
         if task is None:
             task = asyncio.create_task(self._load_card(card))
             self._loading[card.name] = task
-            task.add_done_callback(lambda _: self._loading.pop(card.name, None))
+            task.add_done_callback(lambda done: self._loaded_or_not(card.name, done))
         # One caller who leaves does not undo the others' load.
         return await asyncio.shield(task)
+
+    def _loaded_or_not(self, name: str, done: asyncio.Task[Loaded]) -> None:
+        self._loading.pop(name, None)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("loading %s: %s", name, error)
 
     async def _load_card(self, card: ModelCard) -> Loaded:
         async with self._one_at_a_time:
@@ -273,7 +282,11 @@ class ModelRegistry:
         started = self._now()
         await self._make_room(card)
         await self._share_memory(card)
-        engine = await self.loader.load(card)
+        try:
+            engine = await self.loader.load(card)
+        except Exception:
+            await self._share_memory()  # what the others gave up for it
+            raise
         now = self._now()
         entry = Loaded(
             card,
@@ -335,11 +348,13 @@ class ModelRegistry:
         entry.retired = True
         if self._loaded.get(entry.card.name) is entry:
             del self._loaded[entry.card.name]
-        await entry.engine.close()
-        if not self._closed:
-            await self._share_memory()
-        async with self._changed:
-            self._changed.notify_all()
+        try:
+            await entry.engine.close()
+        finally:
+            if not self._closed:
+                await self._share_memory()
+            async with self._changed:
+                self._changed.notify_all()
 
     async def _share_memory(self, coming: ModelCard | None = None) -> None:
         """Let every cache take an equal part of what the loaded models and the coming one leave."""

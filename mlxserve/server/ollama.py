@@ -50,6 +50,8 @@ def keep_alive_s(value: str | float | int | None) -> float | None:
         return None
     if isinstance(value, str):
         value = _duration_s(value)
+    if math.isnan(value):
+        raise UsageError("keep_alive must be a number of seconds or a duration.", param="keep_alive")
     return math.inf if value < 0 else float(value)
 
 
@@ -113,8 +115,22 @@ async def generate(request: HttpRequest) -> Response:
 
 
 async def _answer(request: HttpRequest, body: Generating, plan: Any, renderer: OllamaRenderer) -> Response:
-    call = Call(body.model, plan, renderer, body.stream is not False, keep_alive_s(body.keep_alive))
-    return await answer(request, call)
+    alive_s = keep_alive_s(body.keep_alive)
+    stream = body.stream is not False
+    return await answer(
+        request, Call(body.model, plan, renderer, stream, alive_s, _field_names(renderer.chat))
+    )
+
+
+def _field_names(chat: bool) -> dict[str, str]:
+    """What the engine's names for fields are here. A grammar stands for a format, or for strict tools."""
+    return {
+        "prompt": "messages" if chat else "prompt",
+        "schema": "format",
+        "json_object": "format",
+        "grammar": "tools" if chat else "format",
+        "stop": "options.stop",
+    }
 
 
 async def _load_only(request: HttpRequest, body: Generating, empty: dict[str, Any]) -> Response:
@@ -161,8 +177,9 @@ def read_options(raw: dict[str, Any] | None) -> Options:
     try:
         return convert(raw or {}, Options)
     except UsageError as error:
-        error.param = f"options.{error.param}"
-        error.message = f"options: {error.message}"
+        name = error.param or ""
+        error.param = f"options.{name}"
+        error.message = error.message.replace(name, error.param, 1)
         raise
 
 

@@ -6,7 +6,6 @@ come from (a Loader does).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,13 +21,14 @@ from mlxserve.server.embeddings import Vectors
 from mlxserve.server.embeddings import embed as make_vectors
 from mlxserve.server.faults import ollama_error
 from mlxserve.server.models import Loaded
-from mlxserve.server.ollama import NDJSON, keep_alive_s, read_options
+from mlxserve.server.ollama import NDJSON, context_limit, keep_alive_s, read_options
 from mlxserve.server.ollama_types import EmbeddingsRequest, EmbedRequest, NamedModel, PullRequest
 from mlxserve.server.ports import ModelCard, PullProgress
 from mlxserve.server.sse import FrameStream, StreamLimits, line_frame, unless_gone
 
 # Clients read this to know which fields they may send.
 API_VERSION = "0.12.0"
+_FOR_EVER_S = 100 * 365 * 86_400.0
 
 
 async def version(request: HttpRequest) -> Response:
@@ -47,7 +47,7 @@ async def ps(request: HttpRequest) -> Response:
 
 def _running(entry: Loaded, left_s: float) -> dict[str, Any]:
     # "For ever" has no JSON form; Ollama shows a time some centuries away.
-    ahead = timedelta(days=365 * 100) if math.isinf(left_s) else timedelta(seconds=left_s)
+    ahead = timedelta(seconds=min(left_s, _FOR_EVER_S))
     return {
         **model_object(entry.card),
         "size_vram": entry.card.needed_bytes,
@@ -204,10 +204,9 @@ async def delete(request: HttpRequest) -> Response:
 
 async def embed(request: HttpRequest) -> Response:
     body = await read_json(request, EmbedRequest)
-    read_options(body.options)
     begun = time.perf_counter()
     inputs = [body.input] if isinstance(body.input, str) else body.input
-    work = _vectors(request, body.model, inputs, body.dimensions, body.truncate is not False, body.keep_alive)
+    work = _vectors(request, body, inputs, body.dimensions, truncate=body.truncate is not False)
     made, load_s = await unless_gone(request.receive, work)
     return json_response(
         {
@@ -223,23 +222,24 @@ async def embed(request: HttpRequest) -> Response:
 async def embeddings(request: HttpRequest) -> Response:
     """The older form."""
     body = await read_json(request, EmbeddingsRequest)
-    read_options(body.options)
-    work = _vectors(request, body.model, [body.prompt], None, True, body.keep_alive)
+    work = _vectors(request, body, [body.prompt], None, truncate=True)
     made, _ = await unless_gone(request.receive, work)
     return json_response({"embedding": made.vectors[0]})
 
 
 async def _vectors(
     request: HttpRequest,
-    model: str,
+    body: EmbedRequest | EmbeddingsRequest,
     inputs: list[str],
     dimensions: int | None,
+    *,
     truncate: bool,
-    keep_alive: str | float | int | None,
 ) -> tuple[Vectors, float]:
     """The vectors, and the seconds it took to load the model."""
+    options, alive_s = read_options(body.options), keep_alive_s(body.keep_alive)
     begun = time.perf_counter()
-    request.state.model = model
-    async with service_of(request).lend(model, keep_alive_s=keep_alive_s(keep_alive)) as entry:
+    request.state.model = body.model
+    async with service_of(request).lend(body.model, keep_alive_s=alive_s) as entry:
         load_s = time.perf_counter() - begun
-        return await make_vectors(entry, list(inputs), dimensions, truncate=truncate), load_s
+        limit = context_limit(options, entry)
+        return await make_vectors(entry, inputs, dimensions, truncate=truncate, limit=limit), load_s

@@ -140,6 +140,8 @@ class GenerateRequest(Generating):
 
 
 class EmbedRequest(Body):
+    """Of the options num_ctx counts: longer texts are cut there, or refused without `truncate`."""
+
     model: Name
     input: str | list[str]
     truncate: bool | None = None
@@ -163,12 +165,9 @@ class NamedModel(Body):
     model: Name | None = None
     name: Name | None = None
 
-    HARMLESS = {
-        "verbose": "All that is known is shown.",
-        "system": "Shown, not stored.",
-        "template": "Shown, not stored.",
-        "options": "Shown, not stored.",
-    }
+    HARMLESS = {"verbose": "All that is known is shown."}
+    REFUSED = dict.fromkeys(("system", "template", "options"), "a model is shown as it is.")
+    NEUTRAL = {"system": ("",), "template": ("",), "options": ({},)}
 
 
 class PullRequest(Body):

@@ -236,4 +236,5 @@ class EmbeddingBody(Body):
     input: str | list[str | TokenId | list[TokenId]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
-    user: str | None = None
+
+    HARMLESS = {"user": "The caller's own label."}

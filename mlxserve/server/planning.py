@@ -39,9 +39,11 @@ class Wish:
 def make_run(service: Service, entry: Loaded, prompts: Sequence[Sequence[int]], wish: Wish) -> Run:
     """The Run of every prompt, `wish.choices` times each, prompt by prompt.
 
-    Raises PromptTooLong, with both numbers, before anything is computed.
+    Raises PromptTooLong, with both numbers, before anything is computed, and UsageError for a stop token that
+    this vocabulary does not have.
     """
     context = min(entry.engine.context, wish.limit or entry.engine.context)
+    entry.dialogue.check_ids(wish.params.stop_token_ids, "stop_token_ids")
     requests = [
         _request(prompt, _params(entry, prompt, wish, choice, context), wish, entry.adapter)
         for prompt in prompts

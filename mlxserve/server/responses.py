@@ -22,6 +22,7 @@ from mlxserve.server.answer import Call, Service, answer, client_of, json_respon
 from mlxserve.server.constraints import Tools
 from mlxserve.server.dialogue import Dialogue, Prompt
 from mlxserve.server.fields import given, require
+from mlxserve.server.files import ascending, page_of, refuse_unknown
 from mlxserve.server.generation import Reply, Run, Usage, gather
 from mlxserve.server.models import Loaded
 from mlxserve.server.planning import Wish, make_run, room_for_answer
@@ -264,16 +265,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 async def retrieve(request: HttpRequest) -> Response:
-    if request.query_params.get("stream") == "true":
+    query = request.query_params
+    if query.get("stream", "false") != "false":
         raise Unsupported("A stored response cannot be streamed again.", param="stream")
+    refuse_unknown(query, ("stream",))
     return json_response(store_of(request).get(request.path_params["id"]).response)
 
 
 async def input_items(request: HttpRequest) -> Response:
-    items = store_of(request).get(request.path_params["id"]).items
-    data = items if request.query_params.get("order") == "asc" else items[::-1]
-    edge = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-    return json_response({"object": "list", "data": data, "has_more": False, **edge})
+    items, query = store_of(request).get(request.path_params["id"]).items, request.query_params
+    data = items if ascending(query) else items[::-1]
+    return json_response(page_of(data, {"limit": "20", **query}, also=("order",)))
 
 
 async def delete(request: HttpRequest) -> Response:

@@ -98,6 +98,7 @@ class Guard:
             try:
                 self._check(scope["path"], headers)
             except MlxServeError as error:
+                scope.setdefault("state", {})["error"] = error  # for the log and the numbers
                 await error_response(error, object_for(scope["path"], headers))(scope, receive, send)
                 return
         await self.app(scope, receive, send)

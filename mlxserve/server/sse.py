@@ -10,6 +10,7 @@ patient. `send` waits for the socket, so a slow reader slows only its own stream
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
@@ -85,18 +86,25 @@ class FrameStream(Response):
         finally:
             await _cancel([pump, *helpers])
             await self._frames.aclose()
-        await self._finish(pump, wire)
+        await self._finish(pump, wire, scope)
 
-    async def _finish(self, pump: asyncio.Task[None], wire: _Wire) -> None:
+    async def _finish(self, pump: asyncio.Task[None], wire: _Wire, scope: Scope) -> None:
         if pump.cancelled():
             return  # nobody reads any more
         error = as_shown(pump.exception())
-        if error is None:
-            await wire.write(b"", last=True)
-        elif not wire.started:
+        if error is not None and not wire.started:
             raise error
-        else:
-            await wire.write(self._failure(error), last=True)
+        if error is not None:
+            scope.setdefault("state", {})["error"] = error  # for the log and the numbers
+        await self._write_in_time(wire, self._failure(error) if error else b"", last=True)
+
+    async def _write_in_time(self, wire: _Wire, frame: bytes, *, last: bool = False) -> bool:
+        """False where nobody took it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                await wire.write(frame, last=last)
+                return True
+        return False
 
     async def _pump(self, wire: _Wire) -> None:
         async for frame in self._frames:
@@ -110,8 +118,10 @@ class FrameStream(Response):
         tick_s = min(limits.heartbeat_s, limits.write_timeout_s) / 4
         while wire.stuck_s() < limits.write_timeout_s:
             await asyncio.sleep(tick_s)
-            if self._heartbeat is not None and not wire.writing and wire.silent_s() >= limits.heartbeat_s:
-                await wire.write(self._heartbeat())
+            if self._heartbeat is None or wire.writing or wire.silent_s() < limits.heartbeat_s:
+                continue
+            if not await self._write_in_time(wire, self._heartbeat()):
+                return
 
 
 class _Wire:

@@ -74,8 +74,15 @@ class Watch:
         facts = note.facts(seconds, error)
         if self._config.log_format == "json":
             return json.dumps(facts, ensure_ascii=False)
-        head = f"{facts.pop('method')} {facts.pop('path')} {facts.pop('status')}"
-        return " ".join([head, *(f"{name}={value}" for name, value in facts.items() if value is not None)])
+        head = f"{facts.pop('method')} {_one_word(facts.pop('path'))} {facts.pop('status')}"
+        told = (f"{name}={_one_word(value)}" for name, value in facts.items() if value is not None)
+        return " ".join([head, *told])
+
+
+def _one_word(value: Any) -> str:
+    """A caller's word as part of a line: quoted where it could be taken for other facts, or another line."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text and '"' not in text else json.dumps(text)
 
 
 class _Note:

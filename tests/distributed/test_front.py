@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,11 +25,16 @@ from mlxserve.distributed.calls import (
 from mlxserve.distributed.channel import Channel, Listener
 from mlxserve.distributed.faults import Mismatch, RankFailed, decode_error, encode_error
 from mlxserve.distributed.front import FrontWorker
+from mlxserve.distributed.luggage import Luggage
 from mlxserve.distributed.split import Split
 from mlxserve.distributed.wire import decode, encode
-from mlxserve.errors import Busy, DoesNotFit, EngineStopped, MlxServeError, PromptTooLong
+from mlxserve.engine.adapters import AdapterInfo
+from mlxserve.errors import Busy, DoesNotFit, EngineStopped, MlxServeError, ModelNotFound, PromptTooLong
+from mlxserve.models.adapters import digest_of
 from mlxserve.models.resolve import ModelFiles
 from mlxserve.request import Delta, FinishReason, Request, SamplingParams
+from tests import tiny
+from tests.adapters import write_adapter
 from tests.distributed.processes import WAIT_S, until
 
 TOKEN = b"secret of this test"
@@ -219,14 +225,107 @@ def test_embeddings_are_asked_for_and_refused_while_nobody_is_there(
     channel = launcher.channel()
     asked = front.call(lambda engine: engine.embed([[1, 2]]))
     frame = channel.receive(WAIT_S)
-    number, batch = unpack(frame.payload)
-    assert frame.kind == Call.EMBED and batch == [[1, 2]]
+    number, batch, adapter = unpack(frame.payload)
+    assert frame.kind == Call.EMBED and batch == [[1, 2]] and adapter is None
     channel.send(Call.ANSWER, number, pack(([[0.5, 0.5]], None)))
     assert asked.result(WAIT_S) == [[0.5, 0.5]]
     launcher.say(event="down", reason="Rank 1 is gone.")
     until(lambda: front.trouble)
     with pytest.raises(RankFailed, match="Rank 1 is gone"):
         front.call(lambda engine: engine.embed([[1]])).result(WAIT_S)
+
+
+# -- adapters -----------------------------------------------------------------------------------------------------
+
+
+def adapter_folder(place: Path, seed: int) -> Path:
+    return write_adapter(place, tiny.build("llama"), seed, endings=("layers.0.mlp.up_proj",))
+
+
+def arrived(channel: Channel, place: Path) -> tuple[int, str]:
+    """Play rank 0 until a LOAD: its files, as they came, in `place`; its number and name."""
+    luggage = Luggage()
+    while (frame := channel.receive(WAIT_S)).kind == Call.FILE:
+        luggage.store(*unpack(frame.payload))
+    assert frame.kind == Call.LOAD
+    number, parcel, name = unpack(frame.payload)
+    with luggage.unpacked(parcel) as folder:
+        shutil.copytree(folder, place)
+    assert not folder.exists()
+    return number, name
+
+
+def load(front: FrontWorker, channel: Channel, name: str, folder: Path, place: Path) -> AdapterInfo:
+    """Have an adapter loaded, as rank 0 would."""
+    asked = front.call(lambda engine: engine.adapters.load(name, folder))
+    number, said = arrived(channel, place)
+    digest = digest_of(folder)
+    assert said == name and digest_of(place) == digest, "the same files, byte for byte"
+    info = AdapterInfo(name, "/elsewhere", digest, "lora", 4, 1, 9)
+    channel.send(Call.ANSWER, number, pack((info, None)))
+    return asked.result(WAIT_S)
+
+
+def test_adapters_are_sent_and_sent_again(
+    front: FrontWorker, launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxserve.distributed.luggage.PIECE_BYTES", 700)
+    channel, folder = launcher.channel(), adapter_folder(tmp_path / "a", 1)
+    info = load(front, channel, "a", folder, tmp_path / "first")
+    assert info.path == str(folder) and front.engine.adapters.listed == [info]
+    front.submit(request("r", adapter="a"), Sink())
+    submitted(channel)
+    launcher.say(event="down", reason="gone")
+    until(lambda: front.trouble)
+    with pytest.raises(RankFailed, match="gone"):
+        front.call(lambda engine: engine.adapters.load("b", folder)).result(WAIT_S)
+    launcher.up()
+    again = launcher.channel()
+    assert arrived(again, tmp_path / "second")[1] == "a", "in front of the request that names it"
+    assert digest_of(tmp_path / "second") == info.digest
+    assert submitted(again).adapter == "a"
+    dropped = front.call(lambda engine: engine.adapters.drop("a"))
+    frame = again.receive(WAIT_S)
+    number, name = unpack(frame.payload)
+    assert frame.kind == Call.DROP and name == "a"
+    again.send(Call.ANSWER, number, pack((1, None)))
+    assert dropped.result(WAIT_S) == 1 and front.engine.adapters.listed == []
+
+
+def test_an_adapter_that_is_another_one_by_now_answers_nothing(
+    front: FrontWorker, launcher: Launcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks fail; one adapter's folder has changed meanwhile, another's name was dropped."""
+    channel, kept = launcher.channel(), Sink()
+    folders = {
+        name: adapter_folder(tmp_path / name, seed) for seed, name in enumerate(("same", "other", "none"))
+    }
+    for name, folder in folders.items():
+        load(front, channel, name, folder, tmp_path / f"{name}-sent")
+    front._max_queue = 9
+    front.submit(request("same", adapter="same"), kept)
+    lost = {name: Sink() for name in ("other", "none")}
+    for name, sink in lost.items():
+        front.submit(request(name, adapter=name), sink)
+    launcher.say(event="down", reason="gone")
+    until(lambda: front.trouble)
+    assert front.engine.adapters.drop("none") == 0
+    with pytest.raises(ModelNotFound, match="'none'"):
+        front.engine.adapters.drop("none")
+    shutil.rmtree(folders["other"])
+    adapter_folder(folders["other"], 9)
+    launcher.up()
+    again = launcher.channel()
+    assert arrived(again, tmp_path / "again")[1] == "same" and submitted(again).id == "same"
+    for sink in lost.values():
+        assert isinstance(error := sink.last(1), RankFailed) and "no longer what it was" in str(error)
+    assert [info.name for info in front.engine.adapters.listed] == ["same"] and not kept.news
+    assert "'other' is not on the ranks that were started anew" in caplog.text
+
+
+def test_files_at_fault_are_named_where_they_are(front: FrontWorker, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"no adapter folder {tmp_path}/none"):
+        front.call(lambda engine: engine.adapters.load("a", tmp_path / "none")).result(WAIT_S)
 
 
 @pytest.mark.parametrize("way", ["given up", "launcher gone"])

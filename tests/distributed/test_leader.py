@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,8 @@ import pytest
 
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.distributed import collective
-from mlxserve.distributed.adapters import RankAdapters
+from mlxserve.distributed.adapters import pack
 from mlxserve.distributed.channel import PeerLost, free_ports
-from mlxserve.distributed.crew import Crew
 from mlxserve.distributed.follower import Follower, serve_rank
 from mlxserve.distributed.frames import Diverged, Kind
 from mlxserve.distributed.leader import leader_engine
@@ -25,6 +26,7 @@ from mlxserve.distributed.split import Split
 from mlxserve.distributed.stages import make_stage
 from mlxserve.engine.engine import Engine
 from mlxserve.errors import DoesNotFit, EngineStopped, ModelInvalid, Unsupported
+from mlxserve.models.adapters import read
 from mlxserve.models.load import load_folder
 from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny
@@ -229,6 +231,10 @@ def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pa
     write_adapter(tmp_path / "wide", other, 1, endings=("layers.2.mlp.down_proj",))
     with pytest.raises(ModelInvalid, match=r"layer model\.layers\.3\.self_attn\.o_proj does not exist"):
         engine.adapters.load("deep", tmp_path / "deep")
+    full = write_adapter(tmp_path / "full", deeper, 1)
+    (full / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "full"}))
+    with pytest.raises(Unsupported, match="full fine-tuning is no adapter"):
+        engine.adapters.load("full", full)
     with pytest.raises(ModelInvalid, match=r"model\.layers\.2\.mlp\.down_proj"):  # rank 1 says so
         engine.adapters.load("wide", tmp_path / "wide")
     assert not engine.adapters.listed and not engine.adapters.stack.nbytes
@@ -238,12 +244,23 @@ def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pa
     pair.follower.result(10.0)
 
 
-def test_divided_layers_have_no_adapters(tiny_llama: Path, tmp_path: Path) -> None:
-    loaded = load_folder(tiny_llama, LoadConfig())
-    crew = Crew(RankContext(0, Split.tensor(2)))
-    adapters = RankAdapters(loaded, "rows", lambda digest: 0, crew=crew, whole_layers=False)
-    with pytest.raises(Unsupported, match="--split pipeline:N"):
-        adapters.load("any", tmp_path)
+def test_a_large_adapter_travels_in_several_frames(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxserve.distributed.adapters.LOT_BYTES", 3000)
+    folder = write_adapter(tmp_path / "any", tiny.build("llama"), 1)
+    assert len(list(pack("digest", read(folder)))) > 4
+    pair.follow()
+    engine = pair.lead()
+    engine.adapters.load("any", folder)
+    (answer,) = run(engine, [replace(request([5, 6, 7], 4), adapter="any")])
+    engine.close()
+    pair.follower.result(10.0)
+    loaded = load_folder(pair.folder, LoadConfig())
+    alone = Engine(loaded, load_tokenizer(pair.folder), EngineConfig())
+    alone.adapters.load("any", folder)
+    (expected,) = run(alone, [replace(request([5, 6, 7], 4), adapter="any")])
+    assert answer.tokens == expected.tokens
 
 
 def test_one_rank_needs_no_other(tiny_llama: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis.stateful import rule
 from mlxserve.cache.pages import GroupSpec
 from mlxserve.config import EngineConfig
 from mlxserve.engine.batch import Batch
-from mlxserve.engine.scheduler import Memory, Scheduler
+from mlxserve.engine.capacity import Memory
+from mlxserve.engine.scheduler import Scheduler
 from mlxserve.engine.sequence import Sequence
 from mlxserve.request import Request, SamplingParams
 from tests.engine import test_scheduler as plain

@@ -11,6 +11,7 @@ import pytest
 
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
+from mlxserve.models.linear import is_linear
 from mlxserve.models.load import load_folder
 from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny
@@ -19,6 +20,7 @@ from tests.distributed.crew import Case, serve
 from tests.distributed.rounds import report
 from tests.engine.harness import prompts
 
+BIASED = {"attention_bias": True, "mlp_bias": True}
 SETTINGS: dict[str, Any] = {"page_size": 8, "step_tokens": 32, "check": True}
 
 
@@ -75,6 +77,19 @@ def two_adapters(folder: Path) -> dict[str, str]:
     return {name: str(folder / "adapters" / name) for name in ("one", "two")}
 
 
+def scaled_adapters(folder: Path, kind: str, overrides: dict[str, Any] | None = None) -> dict[str, str]:
+    """A DoRA on every linear layer, divided by outputs, by inputs, in place or not at all; a LoRA on some."""
+    model, place = tiny.build(kind, **(overrides or {})), folder / "scaled" / kind
+    every = {
+        "." + path.partition("layers.")[2].partition(".")[2]
+        for path, layer in model.named_modules()
+        if "layers." in path and is_linear(layer)
+    }
+    write_adapter(place / "one", model, 3, endings=tuple(every), dora=True)
+    write_adapter(place / "two", model, 4, endings=(".o_proj", ".mlp.down_proj"))
+    return {name: str(place / name) for name in ("one", "two")}
+
+
 def alone(asked: Case) -> dict[str, Any]:
     """The same case in this process."""
     folder = Path(asked.folder)
@@ -105,10 +120,13 @@ def same_answers(found: Sequence[dict[str, Any]], cases: Sequence[Case]) -> list
 
 
 def test_two_ranks_by_tensors(tmp_path: Path) -> None:
-    """Everything on a llama; a sliding window; experts with packed keys and values; too few pages."""
+    """Everything on a llama; adapters; a sliding window; experts with packed keys and values; too few pages."""
     full = rounds()
     cases = [
         case(tmp_path, "llama", full, gathered_bytes=1 << 20),
+        case(tmp_path, "llama", adapted(), adapters=two_adapters(tmp_path)),
+        case(tmp_path, "llama", adapted(), BIASED, adapters=scaled_adapters(tmp_path, "llama", BIASED)),
+        case(tmp_path, "deepseek_v3", adapted(), adapters=scaled_adapters(tmp_path, "deepseek_v3")),
         case(tmp_path, "gpt_oss", full[1:2]),
         case(tmp_path, "qwen3_moe", full[:1], {"head_dim": 32}, kv_bits=8),
         case(tmp_path, "qwen3", [crowd()], cache_bytes=40_000, overlap=False, gathered_bytes=0),
@@ -119,7 +137,7 @@ def test_two_ranks_by_tensors(tmp_path: Path) -> None:
         answer["cached"] for answer in expected[0]["rounds"][1]
     ]
     assert sum(answer["cached"] for answer in found[0]["rounds"][1]) > 50
-    assert found[3]["preemptions"] > 0
+    assert found[6]["preemptions"] > 0
 
 
 def test_four_ranks_by_tensors(tmp_path: Path) -> None:

@@ -83,6 +83,19 @@ def test_preempted_sequences_resume_with_the_same_text(kind: str, overlap: bool)
     assert subject.stats()["preemptions"] > 0
 
 
+def test_a_token_read_after_its_sequence_gave_way_has_its_log_probability() -> None:
+    subject = engine(cache_bytes=_bytes_for("llama", 14))
+    asked = [request(p, 30, logprobs=0) for p in prompts(6, seed=3, longest=40)]
+    answers = run(subject, asked)
+    assert subject.stats()["preemptions"] > 0
+    for each, answer in zip(asked, answers):
+        got = [entry for delta in answer.deltas for entry in delta.logprobs]
+        assert [entry.token_id for entry in got] == answer.tokens
+        table = solo_logprobs("llama", [*each.prompt, *answer.tokens])
+        want = [table[len(each.prompt) + i - 1, token] for i, token in enumerate(answer.tokens)]
+        np.testing.assert_allclose([entry.logprob for entry in got], want, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["llama", "granitemoehybrid"])
 def test_batch_requests_give_way_to_interactive_ones_and_resume(kind: str) -> None:
     subject = engine(kind, max_sequences=2)

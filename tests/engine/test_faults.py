@@ -63,6 +63,19 @@ def test_case_22_nothing_computed_before_a_failure_is_reused() -> None:
     assert after.tokens == solo_tokens("llama", [*prompt, 2], 9)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3", "gemma3_text", "qwen3_next", "lfm2"])
+def test_what_is_not_a_number_in_one_answer_is_not_in_the_next(kind: str) -> None:
+    """Whoever had the pages before may have left NaN there; sequences of different lengths are padded."""
+    subject = engine(kind, prefix_cache=False)
+    run(subject, [request([7] * 50, 9) for _ in range(3)])
+    for store in subject.runner.model.stores:  # type: ignore[union-attr]
+        for array in store.arrays():
+            array[:] = float("nan")
+    asked = [request(prompt, 9) for prompt in ([1, 2, 3], [4] * 30, [9] * 17)]
+    for each, answer in zip(asked, run(subject, asked)):
+        assert answer.tokens == solo_tokens(kind, each.prompt, 9)
+
+
 def test_out_of_memory_sheds_the_largest_and_keeps_the_others() -> None:
     subject = broken(4, RuntimeError("[metal::malloc] Unable to allocate 123 bytes"))
     small, large = request([1, 2], 10), request(list(range(40)), 10)

@@ -53,3 +53,31 @@ def test_a_machine_that_becomes_slower_is_noticed_within_a_few_steps() -> None:
 def test_without_streams_a_prompt_takes_all_it_can() -> None:
     pace = Pace(0.25, smallest=16, largest=512)
     assert pace.budget(streams=0) == 512 and pace.budget(streams=3) == 16
+
+
+def test_where_streams_alone_exceed_the_target_prompts_still_get_a_share() -> None:
+    """No budget could keep the target: prompts take half as long again as the streams, not a trickle."""
+    pace = Pace(0.25, smallest=16, largest=512)
+    pace.record(80, 0, 0.5)
+    seen = live(pace, 0.3, 3e-3, 60, noise=0.03)
+    settled = [tokens for tokens, _ in seen[20:]]
+    assert 30 <= np.median(settled) <= 60, "0.15 s are worth 50 tokens"
+    assert max(took for _, took in seen[20:]) <= 0.6
+    assert 1 <= sum(tokens == 0 for tokens, _ in seen) <= 2, "a step without prompts shows what streams take"
+
+
+def test_a_share_that_was_due_to_many_streams_ends_with_them() -> None:
+    pace = Pace(0.25, smallest=16, largest=512)
+    pace.record(0, 16, 0.3)
+    for _ in range(20):
+        pace.record(pace.budget(16), 16, 0.3 + 3e-3 * pace.budget(16))
+    assert pace.budget(16) >= 30
+    for _ in range(20):
+        tokens = pace.budget(4)
+        pace.record(tokens, 4, 0.1 + 3e-3 * tokens)
+    assert 20 <= pace.budget(4) <= 36, "0.2 s, of which 0.1 are left"
+
+
+def test_nobody_looks_while_the_target_can_be_kept() -> None:
+    pace = Pace(0.25, smallest=16, largest=512)
+    assert all(tokens > 0 for tokens, _ in live(pace, 0.1, 1e-3, 60))

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlxserve.cache.pages import GroupSpec
 from mlxserve.config import EngineConfig
 from mlxserve.engine.batch import Batch
-from mlxserve.engine.scheduler import Memory, Scheduler
+from mlxserve.engine.capacity import Memory
+from mlxserve.engine.scheduler import Scheduler
 from mlxserve.engine.sequence import Sequence, Status
 from mlxserve.request import FinishReason, Priority, Request, SamplingParams
 

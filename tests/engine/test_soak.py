@@ -107,8 +107,8 @@ def test_every_answer_equals_its_solo_run(kind: str) -> None:
 
 def limit_pages(subject: Engine, pages: int) -> None:
     """So many bytes that each group may have so many pages."""
-    assert subject._sizes is not None
-    states = subject.memory.state_slots * subject._sizes.slot_bytes
+    assert subject.sizes is not None
+    states = subject.memory.state_slots * subject.sizes.slot_bytes
     subject.limit_cache(pages * sum(subject.memory.page_bytes) + states)
 
 
@@ -190,4 +190,4 @@ def assert_all_is_back(subject: Engine) -> None:
     scheduler.tree.clear()
     for pool in (*scheduler.pools, *([scheduler.states] if scheduler.states else [])):
         assert pool.free == pool.total
-    assert not scheduler.running and not len(scheduler.waiting) and not subject._streams
+    assert not scheduler.running and not len(scheduler.waiting) and not len(subject.output)

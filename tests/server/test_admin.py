@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mlxserve.errors import Busy, EngineFailed
 from tests.conftest import package_folder, require
 from tests.server.stub import StubEngine, running
 
@@ -48,6 +51,23 @@ def test_metrics() -> None:
     assert found["mlxserve_models_budget_bytes",] == 1000
 
 
+def test_numbers_of_what_broke_off() -> None:
+    """Errors in mid-stream and of strangers count, and so do the tokens of answers that nobody finished."""
+    engine = StubEngine()
+    with running(engine) as server, httpx.Client(base_url=server.url, timeout=60, verify=False) as http:
+        engine.script = ["half", EngineFailed("A step failed.")]
+        assert http.post("/v1/chat/completions", json={**CHAT, "stream": True}).status_code == 200
+        http.get("/v1/models", headers={"Host": "evil.example"})
+        engine.script = [Busy("Full.")]
+        http.post("/v1/chat/completions", json=CHAT)
+        found = samples(http)
+    assert found["mlxserve_errors_total", "engine_failed"] == 1
+    assert found["mlxserve_errors_total", "forbidden"] == 1
+    assert found["mlxserve_errors_total", "queue_full"] == 1
+    assert found["mlxserve_tokens_total", "completion", "stub"] == len("half")
+    assert found["mlxserve_tokens_total", "prompt", "stub"] == len(engine.seen[0].prompt)
+
+
 def test_capabilities(http: httpx.Client, stub: StubEngine) -> None:
     http.post("/v1/chat/completions", json=CHAT)
     found = http.get("/v1/capabilities").json()
@@ -71,13 +91,20 @@ def test_the_document_describes_every_path(http: httpx.Client, stub: StubEngine)
             assert http.request(method, path, content=b"").status_code not in (404, 405), path
 
 
+def logged(caplog: pytest.LogCaptureFixture, answer: httpx.Response) -> str:
+    """The one line about this answer; strangers may call the same port and be logged beside it."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
+    (line,) = [line for line in lines if answer.headers["x-request-id"] in line]
+    return line
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_log_has_facts_and_no_prompts(form: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxserve.access")
     secret = {**CHAT, "messages": [{"role": "user", "content": "a secret"}]}
     with running(log_format=form) as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=secret, timeout=60)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=secret, timeout=60)
+    line = logged(caplog, answer)
     assert "secret" not in line
     assert "Hello" not in line
     if form == "json":
@@ -92,9 +119,24 @@ def test_the_log_has_facts_and_no_prompts(form: str, caplog: pytest.LogCaptureFi
 def test_prompts_are_logged_where_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mlxserve.access")
     with running(log_format="json", log_prompts=True) as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
-    assert json.loads(json.loads(line)["body"]) == CHAT
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+    assert json.loads(json.loads(logged(caplog, answer))["body"]) == CHAT
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_caller_writes_lines_or_facts_into_the_log(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    forged = "x status=200\n12:00:00 GET /admin 200"
+    with running(log_format=form) as server:
+        by_model = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "model": forged}, timeout=60)
+        by_path = httpx.get(f"{server.url}/v1/models/{quote(forged)}", timeout=60)
+    for answer in (by_model, by_path):
+        line = logged(caplog, answer)
+        assert "\n" not in line
+        if form == "text":
+            words = shlex.split(line)
+            assert words[2] == "404"
+            assert not {"status", "12:00:00"} & {word.partition("=")[0] for word in words[3:]}
 
 
 def test_every_answer_has_an_id(http: httpx.Client, stub: StubEngine) -> None:
@@ -115,8 +157,7 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     with running() as server:
         httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
-    (span,) = exporter.get_finished_spans()
-    assert span.name == "POST /v1/chat/completions"
+    (span,) = [each for each in exporter.get_finished_spans() if each.name == "POST /v1/chat/completions"]
     assert span.attributes is not None
     assert span.attributes["gen_ai.request.model"] == "stub"
     assert span.attributes["gen_ai.usage.output_tokens"] == 12

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 
-from tests.server.stub import RunningServer, StubEngine
+from mlxserve.errors import UsageError
+from tests.server.stub import RunningServer, StubEngine, running
 from tests.server.wire import events_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -147,6 +149,13 @@ def test_no_thinking_unless_asked(client: anthropic.Anthropic, stub: StubEngine)
     assert "<think>" not in prompt_text(stub)
 
 
+CITED = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "abc"},
+    "citations": {"enabled": True},
+}
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
@@ -165,6 +174,14 @@ def test_no_thinking_unless_asked(client: anthropic.Anthropic, stub: StubEngine)
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"surprise": 1}, "surprise"),
         ({"thinking": {"type": "enabled", "budget_tokens": 500}}, "budget_tokens"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [CITED]}]}, "messages[0].content[0].citations.enabled"),
+        (
+            {"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]},
+            "tools[0].allowed_callers[0]",
+        ),
+        ({"metadata": {"user": "x"}}, "metadata.user"),
+        ({"context_management": {"edit": []}}, "context_management.edit"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -218,3 +235,51 @@ def test_what_agents_send_beside(http: httpx.Client, stub: StubEngine) -> None:
 def test_models_in_anthropics_shape(client: anthropic.Anthropic, stub: StubEngine) -> None:
     assert [model.id for model in client.models.list()] == ["stub"]
     assert client.models.retrieve("stub").display_name == "stub"
+
+
+def test_a_users_id_counts_for_fairness(client: anthropic.Anthropic, stub: StubEngine) -> None:
+    client.messages.create(model="stub", max_tokens=9, messages=HI, metadata={"user_id": "anna"})
+    client.messages.create(model="stub", max_tokens=9, messages=HI)
+    assert [request.client for request in stub.seen] == ["127.0.0.1/anna", "127.0.0.1"]
+
+
+def test_a_tools_examples_are_shown(client: anthropic.Anthropic, stub: StubEngine) -> None:
+    tool: Any = {**TOOL, "input_examples": [{"path": "a/b.txt"}]}
+    client.messages.create(model="stub", max_tokens=9, messages=HI, tools=[tool])
+    assert '"examples": [{"path": "a/b.txt"}]' in prompt_text(stub)
+
+
+def test_what_is_not_edited_is_said(http: httpx.Client, stub: StubEngine) -> None:
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    none_made = {"applied_edits": []}
+    assert post(http, context_management=edits).json()["context_management"] == none_made
+    events = events_of(post(http, context_management=edits, stream=True))
+    assert [data for name, data in events if name == "message_delta"][0]["context_management"] == none_made
+    assert "context_management" not in post(http).json()
+
+
+def test_errors_name_the_callers_own_field(http: httpx.Client, stub: StubEngine) -> None:
+    """There is no other place for the name in Anthropic's error object."""
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    stub.script = [UsageError("schema cannot be enforced: x.", param="schema")]
+    told = post(http, output_config=form).json()["error"]["message"]
+    assert told == "output_config.format: schema cannot be enforced: x."
+
+
+def test_agents_see_that_a_prompt_is_too_long(client: anthropic.Anthropic, stub: StubEngine) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        client.messages.create(
+            model="stub", max_tokens=9, messages=[{"role": "user", "content": "x" * 2 * stub.context}]
+        )
+    assert re.search(rf"prompt is too long: \d+ tokens > {stub.context} maximum", str(caught.value))
+
+
+def test_pages_of_models() -> None:
+    engines = [StubEngine(name) for name in "abcde"]
+    with running(*engines) as server, anthropic.Anthropic(base_url=server.url, api_key="x") as client:
+        assert [model.id for model in client.models.list(limit=2)] == list("abcde")
+        back = client.models.list(limit=2, before_id="d")
+        assert ([model.id for model in back.data], back.has_more) == (["b", "c"], True)
+        for wrong in ({"after_id": "z"}, {"limit": 0}):
+            with pytest.raises(anthropic.BadRequestError):
+                client.models.list(**wrong)

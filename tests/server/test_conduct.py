@@ -232,6 +232,26 @@ def test_a_slow_reader_blocks_nobody_and_is_given_up() -> None:
         assert len(engine.cancelled) == 1
 
 
+def test_a_heartbeat_that_nobody_takes_gives_the_reader_up() -> None:
+    engine = StubEngine()
+    engine.script = [Delta("x" * 32_000_000, (1,)), asyncio.Event()]  # much, then nothing for ever
+    with running(engine, write_timeout_s=0.3, heartbeat_s=0.1) as server:
+        with raw_request(server, "ollama", stream=True):
+            eventually(lambda: engine.running == 1, "the stream did not start")
+            eventually(lambda: engine.running == 0, "the sleeping reader was kept")
+        assert len(engine.cancelled) == 1
+
+
+def test_last_words_that_nobody_takes_are_given_up() -> None:
+    engine = StubEngine()
+    engine.script = [Delta("x" * 32_000_000, (1,)), EngineFailed("A step failed.")]
+    with running(engine, write_timeout_s=0.3, heartbeat_s=0.1) as server:
+        tasks = server.tasks()
+        with raw_request(server, "openai", stream=True):
+            eventually(lambda: len(engine.seen) == 1 and engine.running == 0, "the stream did not start")
+            eventually(lambda: server.tasks() <= tasks, "the answer waits for its reader for ever")
+
+
 def test_500_connections_that_drop_leave_nothing(
     server: RunningServer, stub: StubEngine, http: httpx.Client
 ) -> None:

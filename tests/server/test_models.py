@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlxserve.errors import Busy, DoesNotFit, ModelInvalid, ModelNotFound
+from mlxserve.server import app as app_module
 from mlxserve.server.models import ModelRegistry
-from tests.server.stub import StubEngine, StubLoader, make_tokenizer
+from tests.server.stub import StubEngine, StubLoader, make_tokenizer, running
+from tests.server.test_conduct import eventually
 
 
 class Clock:
@@ -176,6 +178,56 @@ def test_other_names_for_one_model() -> None:
         assert loader.loads == ["a"]
 
     run(work)
+
+
+def test_asked_to_leave_in_mid_answer_it_leaves_after_it() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 10, "b": 10}, keep_alive_s=None)
+        async with models.use("a"):
+            assert not await models.unload("a")
+            assert names(models) == ["a"]
+        assert names(models) == []
+        await models.preload("b", pinned=True)
+        assert not await models.unload("b")
+        async with models.use("b"):
+            pass
+        assert names(models) == ["b"]
+        assert math.isinf(models.idle_s(models.loaded[0]))
+
+    run(work)
+
+
+def test_a_failed_load_gives_the_others_their_memory_back() -> None:
+    async def work() -> None:
+        models, loader, _ = world({"a": 20, "b": 30}, keep_alive_s=None)
+        await models.preload("a")
+        whole = loader.engines["a"].cache_limits[-1]
+        loader.fail = ModelInvalid("damaged")
+        with pytest.raises(ModelInvalid):
+            await models.preload("b")
+        assert min(loader.engines["a"].cache_limits) < whole
+        assert loader.engines["a"].cache_limits[-1] == whole
+
+    run(work)
+
+
+def test_one_engine_that_cannot_be_closed_does_not_stop_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> None:
+        raise RuntimeError("stuck")
+
+    monkeypatch.setattr(app_module, "EXPIRE_TICK_S", 0.01)
+    bad, good = StubEngine("bad"), StubEngine("good")
+    monkeypatch.setattr(bad, "close", broken)
+    with running(bad, good) as server:
+
+        async def load() -> None:
+            for name in ("bad", "good"):
+                async with server.models.use(name, keep_alive_s=0.02):
+                    pass
+
+        server.call(load)
+        eventually(lambda: not server.models.loaded, "the clock stopped")
+        assert good.closed
 
 
 def test_close_ends_everything() -> None:

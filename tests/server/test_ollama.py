@@ -110,6 +110,7 @@ def test_logprobs(client: ollama.Client, stub: StubEngine) -> None:
         ({"keep_alive": "soon"}, "keep_alive"),
         ({"surprise": 1}, "surprise"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
+        ({"keep_alive": "nan"}, "keep_alive"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,7 +138,7 @@ def test_keep_alive(value: Any, seconds: float | None) -> None:
     assert keep_alive_s(value) == seconds
 
 
-@pytest.mark.parametrize("value", ["", "m", "5 minutes", "5x"])
+@pytest.mark.parametrize("value", ["", "m", "5 minutes", "5x", "nan"])
 def test_bad_keep_alive(value: str) -> None:
     with pytest.raises(UsageError):
         keep_alive_s(value)
@@ -152,6 +153,32 @@ def test_load_and_unload(client: ollama.Client, server: RunningServer, stub: Stu
     client.chat(model="stub", messages=HI, keep_alive="10m")
     (running,) = client.ps().models
     assert running.context_length == stub.context
+
+
+def test_any_keep_alive_can_be_shown(client: ollama.Client, stub: StubEngine) -> None:
+    for value in (1e300, -1, "1e300"):
+        client.chat(model="stub", messages=HI, keep_alive=value)
+        (running,) = client.ps().models
+        assert running.expires_at is not None
+        assert running.expires_at.year > 2100
+    client.generate(model="stub", keep_alive="10m")
+
+
+def test_errors_name_the_callers_own_field(client: ollama.Client, stub: StubEngine) -> None:
+    """There is no other place for the name in Ollama's error object."""
+    stub.script = [UsageError("schema cannot be enforced: x.", param="schema")]
+    with pytest.raises(ollama.ResponseError, match="format: schema cannot be enforced"):
+        client.chat(model="stub", messages=HI, format={"type": "object"})
+    with pytest.raises(ollama.ResponseError, match=r"options\.temperature: expected"):
+        client.chat(model="stub", messages=HI, options={"temperature": "hot"})
+    with pytest.raises(ollama.ResponseError, match=r"'options\.surprise'"):
+        client.chat(model="stub", messages=HI, options={"surprise": 1})
+
+
+def test_show_takes_no_overrides(http: httpx.Client, stub: StubEngine) -> None:
+    assert http.post("/api/show", json={"model": "stub", "system": "", "verbose": True}).status_code == 200
+    refused = http.post("/api/show", json={"model": "stub", "system": "Be kind."})
+    assert (refused.status_code, "'system'" in refused.json()["error"]) == (400, True)
 
 
 def test_tags_show_version(client: ollama.Client, http: httpx.Client, stub: StubEngine) -> None:
@@ -189,3 +216,7 @@ def test_embed(client: ollama.Client, stub: StubEngine) -> None:
         client.embed(model="stub", input="y" * 9000, truncate=False)
     assert client.embeddings(model="stub", prompt="abc").embedding == pytest.approx(expected)
     assert client.embed(model="stub", input="abc", dimensions=2).embeddings[0][0] > 0
+    short = client.embed(model="stub", input="abcdef", options={"num_ctx": 3})
+    assert (short.embeddings[0], short.prompt_eval_count) == (pytest.approx(expected), 3)
+    with pytest.raises(ollama.ResponseError, match="num_ctx"):
+        client.embed(model="stub", input="abc", options={"num_ctx": stub.context + 1})

@@ -187,6 +187,7 @@ def test_case_21_prompt_too_long(client: openai.OpenAI, stub: StubEngine) -> Non
         ({"store": True}, "store"),
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -90,6 +90,7 @@ def test_stored_and_deleted(client: openai.OpenAI, stub: StubEngine) -> None:
     assert client.responses.retrieve(kept.id).output_text == "Hello there."
     (item,) = client.responses.input_items.list(kept.id).data
     assert item.content == "keep me"
+    assert client.responses.retrieve(kept.id, extra_query={"stream": "false"}).id == kept.id
     client.responses.delete(kept.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(kept.id)
@@ -213,3 +214,28 @@ def test_a_small_store_on_a_server() -> None:
         assert http.get(f"/v1/responses/{first}").status_code == 404
         assert http.get(f"/v1/responses/{second}").status_code == 200
         assert http.post(f"/v1/responses/{second}/cancel").status_code == 400
+
+
+def test_pages_of_input_items(client: openai.OpenAI, http: httpx.Client, stub: StubEngine) -> None:
+    turns: Any = [{"role": "user", "content": str(i)} for i in range(5)]
+    kept = client.responses.create(model="stub", input=turns)
+    listed = [item.content for item in client.responses.input_items.list(kept.id, limit=2)]
+    assert listed == ["4", "3", "2", "1", "0"]
+    oldest = client.responses.input_items.list(kept.id, limit=2, order="asc")
+    assert [item.content for item in oldest.data] == ["0", "1"]
+    assert oldest.has_more
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("?stream=true", "stream"),
+        ("?include=reasoning.encrypted_content", "include"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?include=x", "include"),
+    ],
+)
+def test_queries_are_not_ignored(http: httpx.Client, stub: StubEngine, path: str, param: str) -> None:
+    answer = http.get(f"/v1/responses/{post(http).json()['id']}{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
