@@ -14,7 +14,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.table import Table  # first: it puts OpenBLAS in before MLX loads
@@ -58,7 +58,6 @@ class Seen:
     times_s: list[list[float]]
     total_s: float = 0.0
     kv_bytes: int = 0
-    starts_s: list[float] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:

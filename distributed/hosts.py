@@ -106,11 +106,6 @@ class Hostfile:
         return "rdma" if devices and self.backend in ("", "any", "jaccl", "jaccl-ring") else "tcp"
 
 
-def read_hosts(path: Path | str) -> list[Host]:
-    """The machines of a hostfile; raises UsageError as `read_hostfile` does."""
-    return list(read_hostfile(path).hosts)
-
-
 def read_hostfile(path: Path | str) -> Hostfile:
     """A hostfile with every key checked. Raises UsageError, naming file, host and key."""
     path = Path(path).expanduser()

@@ -145,13 +145,8 @@ def _look(folder: Path, split: Split) -> tuple[dict[str, Any], dict[str, TensorI
     return config, {name: info for file in here for name, info in read_header(file).items()}, False
 
 
-def plan_files(files: ModelFiles, split: Split, rank: int, settings: LoadConfig | None = None) -> list[str]:
-    """Names of the weight files that hold bytes of a rank, sorted."""
-    return files_of(blueprint(files, settings or LoadConfig(), split, rank))
-
-
 def files_of(print_: Blueprint) -> list[str]:
-    """The same of a blueprint, which needs headers only (models/hub.peek has those of a model on the Hub)."""
+    """Names of the weight files that hold bytes of a rank, sorted; needs headers only (see models/hub.peek)."""
     return sorted({print_.tensors[name].file.name for name, _ in print_.reads()})
 
 

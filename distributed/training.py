@@ -150,7 +150,7 @@ class TensorPart:
 
     def spread(self, arrays: Arrays) -> Arrays:
         """The writing rank's arrays on all, where the others give zeros."""
-        return _spread(arrays, self.group)
+        return sum_in_order(arrays, self.group)
 
     def whole(self, arrays: Arrays) -> Arrays:
         """The whole model's parameters (or their moments) from every rank's part."""
@@ -214,11 +214,12 @@ def _all_sum_together(arrays: list[mx.array], group: mx.distributed.Group) -> li
     return [part.reshape(array.shape) for part, array in zip(parts, arrays)]
 
 
-def _spread(arrays: Arrays, group: mx.distributed.Group) -> Arrays:
+def sum_in_order(arrays: Arrays, group: mx.distributed.Group) -> Arrays:
+    """Sums over ranks, one after the other, in the same order on every rank."""
     found = {}
     for name in sorted(arrays):
         found[name] = mx.distributed.all_sum(arrays[name], group=group)
-        mx.eval(found[name])  # one after the other, in the same order on every rank
+        mx.eval(found[name])
     return found
 
 

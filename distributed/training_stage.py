@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxserve.distributed.exchange import exchange
 from mlxserve.distributed.load import ShardLoaded
-from mlxserve.distributed.training import SUMMED, Arrays
+from mlxserve.distributed.training import SUMMED, Arrays, sum_in_order
 from mlxserve.errors import Unsupported
 from mlxserve.models.paged import find_trunk
 
@@ -113,7 +113,7 @@ class StagePart:
 
     def spread(self, arrays: Arrays) -> Arrays:
         """The writing rank's arrays on all, where the others give zeros."""
-        return _summed(arrays, self.group)
+        return sum_in_order(arrays, self.group)
 
     def whole(self, arrays: Arrays) -> Arrays:
         """Every stage's parameters (or their moments) together."""
@@ -125,7 +125,7 @@ class StagePart:
             name: arrays[name] if name in arrays else mx.zeros(shape, DTYPES[dtype])
             for name, (shape, dtype) in forms.items()
         }
-        return _summed(full, self.group)
+        return sum_in_order(full, self.group)
 
     def part(self, arrays: Arrays) -> Arrays:
         """This stage's of the whole model's parameters (or moments)."""
@@ -194,14 +194,6 @@ def _receive(shape: Sequence[int], dtype: mx.Dtype, source: int, group: mx.distr
     array = mx.distributed.recv(shape, dtype, source, group=group)
     mx.eval(array)
     return array
-
-
-def _summed(arrays: Arrays, group: mx.distributed.Group) -> Arrays:
-    found = {}
-    for name in sorted(arrays):
-        found[name] = mx.distributed.all_sum(arrays[name], group=group)
-        mx.eval(found[name])  # one after the other, in the same order on every rank
-    return found
 
 
 def _without_head(model: nn.Module, config: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from mlxserve.kernels_metal.source import read
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 SIZES = (64, 80, 96, 128, 192, 256)
-DECODE_QUERIES, DECODE_GROUPS, DECODE_BLOCK = 8, 4, 32
+DECODE_QUERIES, DECODE_GROUPS = 8, 4
 TILE_QUERIES, TILE_THREADS = 32, 128
 # From so many rows on, `mx.fast`'s attention over gathered keys is worth the copy.
 LONG_CHUNK_ROWS = 256

@@ -6,6 +6,7 @@ watcher, a function that writes samples and a process group are handed in.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from mlx.utils import tree_flatten
 from mlxserve import display
 from mlxserve.errors import UsageError
 from mlxserve.lora.base import Base, open_base
-from mlxserve.lora.config import RunConfig, from_dict, read_config, to_dict
+from mlxserve.lora.complete import complete
+from mlxserve.lora.config import RunConfig, from_dict, override, read_config, to_dict
 from mlxserve.lora.data import Dataset, load_all
 from mlxserve.lora.layers import add_adapters
-from mlxserve.lora.logs import Event, Files, other_logger
-from mlxserve.lora.plan import Plan, plan_run
+from mlxserve.lora.logs import Event, Files, Logger, other_logger, package_of
+from mlxserve.lora.notebook import live
+from mlxserve.lora.plan import Plan, plan_run, plan_within
 from mlxserve.lora.plot import plot
-from mlxserve.lora.share import Share
+from mlxserve.lora.rows import find_split
+from mlxserve.lora.share import Share, data_parallel
 from mlxserve.lora.train import Outcome, Trainer
 
 Generate = Callable[[Base, str, int], str]
@@ -76,31 +80,70 @@ class Prepared:
 
 
 def prepare(
-    config: RunConfig, *, budget_bytes: int | None = None, force: bool = False, base: Base | None = None
+    config: RunConfig,
+    *,
+    budget_bytes: int | None = None,
+    force: bool = False,
+    base: Base | None = None,
+    fresh: bool = False,
 ) -> Prepared:
     """Load model and data and plan the run. Raises DoesNotFit, unless forced, where memory is too small.
 
-    base: a model that is open already, such as this process's part of one.
+    base: a model that is open already, such as this process's part of one. fresh: this process will begin a new
+    run, so its folder must be free. What can be known to be wrong before the model is loaded is told before.
     """
     if not config.model:
         raise UsageError("No model is named; set model in the YAML or with --set model=NAME.", param="model")
-    if config.lora.type == "full" and config.quantize is not None:
+    full = config.lora.type == "full"
+    if full and config.quantize is not None:
         raise UsageError(
             "lora.type=full cannot train quantised weights; leave quantize out.", param="quantize"
         )
-    base = base or open_base(config.model, quantize=config.quantize)
+    if fresh:
+        require_free(Path(config.save.dir))
+    for split in ("train", "valid"):
+        find_split(config.data, split)
+    sample_prompts(config)
+    for name in config.log.to:
+        package_of(name)
+    base = base or open_base(config.model, quantize=config.quantize, floats=full)
     if config.lora.type == "full" and base.config.get("quantization") is not None:
         raise UsageError(
             f"{config.model} is quantised, and lora.type=full trains floats only.", param="lora.type"
         )
     train, valid = load_all(config, base.tokenizer)
-    plan = plan_loaded(config, base, int(train.lengths.max()))
-    if config.train.checkpointing == "auto":
-        tight = budget_bytes is not None and plan.needed_bytes > 0.8 * budget_bytes
-        plan = plan_loaded(config, base, int(train.lengths.max()), checkpointing=tight)
+    if config.eval.patience is not None and valid is None:
+        raise UsageError(
+            "eval.patience stops a run by its held-out loss; set data.valid.", param="eval.patience"
+        )
+    longest = int(train.lengths.max())
+    plan = plan_within(budget_bytes, lambda on: plan_loaded(config, base, longest, on), config)
     if budget_bytes is not None and not force:
         plan.require(budget_bytes)
     return Prepared(config, base, train, valid, plan)
+
+
+RUN_FILES = ("checkpoints", "best", "final", "config.yaml", "metrics.jsonl", "samples.jsonl", "loss.svg")
+
+
+def require_free(folder: Path) -> None:
+    """Raise UsageError unless a new run can be written there: a run replaces files of its names."""
+    if (folder / "checkpoints").is_dir():
+        raise UsageError(
+            f"{folder} already holds a run; take it up with 'mlxserve lora resume {folder}', or set another "
+            "save.dir.",
+            param="save.dir",
+        )
+    there = next((name for name in RUN_FILES if (folder / name).exists()), None)
+    if there is not None:
+        raise UsageError(
+            f"{folder} already holds {there}, which a run would replace; set another save.dir.",
+            param="save.dir",
+        )
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        what = "cannot be written to" if place.is_dir() else "is no folder"
+        raise UsageError(f"save.dir is {folder}, and {place} {what}.", param="save.dir")
 
 
 def plan_loaded(config: RunConfig, base: Base, longest: int, checkpointing: bool | None = None) -> Plan:
@@ -134,20 +177,39 @@ def run(
     """
     config, base = prepared.config, prepared.base
     folder = Path(config.save.dir)
-    if not resume and (folder / "checkpoints").is_dir():
-        raise UsageError(
-            f"{folder} already holds a run; take it up with 'mlxserve lora resume {folder}', or set another "
-            "save.dir.",
-            param="save.dir",
-        )
     add_adapters(base.model, config.lora, seed=config.train.seed)
-    share = divide(base.model) if divide else None
-    watchers: list[Callable[[Event], None]] = [
-        Files(folder, jsonl=config.log.jsonl),
-        *([watch] if watch else []),
-    ]
-    watchers += [other_logger(name, folder, to_dict(config)) for name in config.log.to]
-    trainer = Trainer(
+    share = divide(base.model) if divide else data_parallel(group)
+    loggers = _loggers(config, folder, resume) if share.writes else []
+    watchers: list[Callable[[Event], None]] = [*loggers, *([watch] if watch else [])]
+    try:
+        trainer = _trainer(prepared, folder, watchers, generate, share, stop)
+        if resume:
+            trainer.resume()
+        return Result(trainer.run(), folder / "final", base.model, config)
+    finally:
+        for logger in loggers:
+            logger.close()
+
+
+def _loggers(config: RunConfig, folder: Path, resume: bool) -> list[Logger]:
+    """What the process that writes tells of its run."""
+    if not resume:
+        require_free(folder)
+    shown = live()
+    others = [other_logger(name, folder, to_dict(config)) for name in config.log.to]
+    return [Files(folder, jsonl=config.log.jsonl), *([shown] if shown else []), *others]
+
+
+def _trainer(
+    prepared: Prepared,
+    folder: Path,
+    watchers: Sequence[Callable[[Event], None]],
+    generate: Generate | None,
+    share: Share,
+    stop: threading.Event | None,
+) -> Trainer:
+    config, base = prepared.config, prepared.base
+    return Trainer(
         base.model,
         config,
         prepared.train,
@@ -158,14 +220,10 @@ def run(
         architecture=base.config,
         run=folder,
         watch=lambda event: _tell_all(watchers, event),
-        generate=_sampler(config, base, generate),
-        group=group,
+        generate=_sampler(config, base, generate or complete),
         share=share,
         stop=stop,
     )
-    if resume:
-        trainer.resume()
-    return Result(trainer.run(), folder / "final", base.model, config)
 
 
 def _tell_all(watchers: Sequence[Callable[[Event], None]], event: Event) -> None:
@@ -173,22 +231,31 @@ def _tell_all(watchers: Sequence[Callable[[Event], None]], event: Event) -> None
         watcher(event)
 
 
-def _sampler(config: RunConfig, base: Base, generate: Generate | None) -> Callable[[], list[Event]] | None:
-    """What the model answers to each line of eval.samples; None where there is no such file."""
+def sample_prompts(config: RunConfig) -> list[str]:
+    """The lines of eval.samples. Raises UsageError for a file that cannot be read or holds none."""
     if config.eval.samples is None:
-        return None
-    if generate is None:
-        raise UsageError("eval.samples needs a generate function to be handed in.", param="eval.samples")
+        return []
+    path = Path(config.eval.samples).expanduser()
     try:
-        lines = Path(config.eval.samples).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"{config.eval.samples} cannot be read: {error.strerror}.") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{path} of eval.samples cannot be read: {reason}.", param="eval.samples") from error
     prompts = [line for line in lines if line.strip()]
-    write = generate
+    if not prompts:
+        raise UsageError(f"{path} of eval.samples holds no prompt.", param="eval.samples")
+    return prompts
+
+
+def _sampler(config: RunConfig, base: Base, generate: Generate) -> Callable[[], list[Event]] | None:
+    """What the model answers to each line of eval.samples; None where there is no such file."""
+    prompts = sample_prompts(config)
+    if not prompts:
+        return None
 
     def sample() -> list[Event]:
         base.model.eval()
-        return [{"prompt": p, "text": write(base, p, config.eval.sample_tokens)} for p in prompts]
+        return [{"prompt": p, "text": generate(base, p, config.eval.sample_tokens)} for p in prompts]
 
     return sample
 
@@ -206,13 +273,17 @@ def finetune(
 ) -> Result:
     """Fine-tune a model: `finetune({"model": "smollm2", "data": {"train": "rows.jsonl"}})`.
 
-    config: a RunConfig, the same as a dict, or a YAML file. settings: `a.b=c` put over a YAML file's.
-    generate(base, prompt, max_tokens) -> text writes the samples of eval.samples. group: mx.distributed's.
+    config: a RunConfig, the same as a dict, or a YAML file. settings: `a.b=c` put over it.
+    generate(base, prompt, max_tokens) -> text writes the samples of eval.samples, `complete` if it is None.
+    group: mx.distributed's. budget_bytes: what the run may take; None asks nothing, and blocks are then computed
+    twice only where train.checkpointing says so. In a notebook figures and curves are shown while it trains.
     Raises UsageError for settings or rows, DoesNotFit before anything runs, TrainingDiverged, Cancelled.
     """
     if isinstance(config, str | Path):
         config = read_config(Path(config), settings)
-    elif isinstance(config, Mapping):
-        config = from_dict(config)
-    prepared = prepare(config, budget_bytes=budget_bytes, force=force)
+    else:
+        values = to_dict(config) if isinstance(config, RunConfig) else config
+        config = from_dict(override(values, settings))
+    fresh = not resume and (group is None or group.rank() == 0)
+    prepared = prepare(config, budget_bytes=budget_bytes, force=force, fresh=fresh)
     return run(prepared, resume=resume, watch=watch, generate=generate, group=group)

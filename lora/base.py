@@ -1,4 +1,5 @@
-"""Opens the model that is trained, and writes one back: packed weights stay packed, on a CPU too.
+"""Opens the model that is trained, and writes one back: packed weights stay packed, on a CPU too, and a file
+has the floats that the model's own files have, whatever this device computes in.
 
 Knows: models/load. What a user names becomes a model, its configuration and its tokenizer. Does not know
 adapters or training.
@@ -15,11 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxserve.config import LoadConfig
+from mlxserve.errors import UsageError
+from mlxserve.kernels_metal.layers import GGUFEmbedding, GGUFLinear, GGUFSwitchLinear
 from mlxserve.lora.checkpoint import write_folder
+from mlxserve.models.definitions import import_definition
 from mlxserve.models.files import inspect
+from mlxserve.models.linear import dense_weight
 from mlxserve.models.load import build, foreign_method, load, place, read_safetensors
 from mlxserve.models.resolve import ModelFiles, resolve
 from mlxserve.models.weights import cast_floats, quantize_now
@@ -38,13 +43,17 @@ SHARD_BYTES = 4 * 2**30
 
 @dataclass(slots=True)
 class Base:
-    """A model to train: `name` as the user wrote it, `config` with the quantisation that it has now."""
+    """A model to train: `name` as the user wrote it, `config` with the quantisation that it has now.
+
+    stored: the dtype that floats have in its files, and that `write_model` gives them again.
+    """
 
     name: str
     path: Path
     model: nn.Module
     config: dict[str, Any]
     tokenizer: Tokenizer
+    stored: mx.Dtype = mx.float32
 
     @property
     def vocabulary(self) -> int:
@@ -52,16 +61,22 @@ class Base:
         return int(self.config.get("vocab_size") or text.get("vocab_size") or self.tokenizer.vocab_size)
 
 
-def open_base(name: str, *, quantize: int | None = None, group_size: int = 64) -> Base:
-    """Load what `name` means. quantize: bits to pack a float model to (QLoRA).
+def open_base(name: str, *, quantize: int | None = None, group_size: int = 64, floats: bool = False) -> Base:
+    """Load what `name` means. quantize: bits to pack a float model to (QLoRA). floats: GGUF blocks become
+    plain weights, to be trained themselves or written.
 
-    Raises as `resolve` and `load` do.
+    Raises as `resolve` and `load` do, and UsageError where a packed model is to be packed otherwise.
     """
     files = resolve(name)
     if files.kind == "folder" and _is_packed(files.path):
         model, config = _load_packed(files)
-        return Base(name, files.path, model, config, load_tokenizer(files.path))
-    loaded = load(files, LoadConfig())
+        _refuse_other_bits(name, config, quantize)
+        return Base(name, files.path, model, config, load_tokenizer(files.path), _stored(files))
+    # Of a GGUF file the loader takes the blocks apart first; on a CPU it would unpack what it has packed.
+    at_once = quantize if files.kind == "gguf" and mx.default_device() != mx.cpu else None
+    loaded = load(files, LoadConfig(quantize_bits=at_once, quantize_group_size=group_size))
+    if floats:
+        unpack_blocks(loaded.model, loaded.dtype)
     config = dict(loaded.config)
     if quantize is not None:
         quantize_now(loaded.model, quantize, group_size)
@@ -73,8 +88,54 @@ def open_base(name: str, *, quantize: int | None = None, group_size: int = 64) -
     if files.kind == "gguf":
         from mlxserve.text.gguf_vocab import tokenizer_from_gguf
 
-        return Base(name, files.path, loaded.model, config, tokenizer_from_gguf(loaded.metadata))
-    return Base(name, files.path, loaded.model, config, load_tokenizer(files.path))
+        tokenizer = tokenizer_from_gguf(loaded.metadata)
+    else:
+        tokenizer = load_tokenizer(files.path)
+    return Base(name, files.path, loaded.model, config, tokenizer, _stored(files))
+
+
+def _stored(files: ModelFiles) -> mx.Dtype:
+    """The dtype of most floats in a model's files; GGUF blocks stand for bfloat16."""
+    dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    if files.kind == "gguf":
+        return mx.bfloat16
+    sizes = dict.fromkeys(dtypes, 0)
+    for tensor in inspect(files.path).tensors.values():
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.nbytes
+    most = max(sizes, key=lambda name: sizes[name])
+    return dtypes[most] if sizes[most] else mx.bfloat16
+
+
+def unpack_blocks(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Plain layers in place of those that hold GGUF blocks, one at a time."""
+    switch = import_definition("switch_layers")
+    kinds: dict[type, Any] = {
+        GGUFLinear: nn.Linear,
+        GGUFEmbedding: nn.Embedding,
+        GGUFSwitchLinear: switch.SwitchLinear,
+    }
+    for path, module in model.named_modules():
+        plain_class = next((plain for blocks, plain in kinds.items() if isinstance(module, blocks)), None)
+        if plain_class is None:
+            continue
+        plain = plain_class.__new__(plain_class)
+        nn.Module.__init__(plain)
+        plain.weight = dense_weight(module).astype(dtype)
+        if "bias" in module:
+            plain.bias = module["bias"]
+        mx.eval(plain.parameters())
+        model.update_modules(tree_unflatten([(path, plain)]))
+
+
+def _refuse_other_bits(name: str, config: Mapping[str, Any], quantize: int | None) -> None:
+    stored = config["quantization"].get("bits")
+    if quantize not in (None, stored):
+        raise UsageError(
+            f"{name} is packed in {stored} bits already; leave quantize={quantize} out, or name the model in "
+            "16 bits.",
+            param="quantize",
+        )
 
 
 def _is_packed(folder: Path) -> bool:
@@ -104,13 +165,35 @@ def write_model(target: Path, base: Base, model: nn.Module) -> None:
     config = {**base.config, **_quantization(base.config, model)}
 
     def fill(folder: Path) -> None:
-        _write_weights(folder, dict(tree_flatten(model.parameters())))
+        arrays = tree_flatten(model.parameters())
+        _write_weights(folder, {name: _as_stored(value, base.stored) for name, value in arrays})
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        for pattern in TOKENIZER_FILES if base.path.is_dir() else ():
+        if not base.path.is_dir():
+            _write_tokenizer(folder, base.tokenizer)
+            return
+        for pattern in TOKENIZER_FILES:
             for path in base.path.glob(pattern):
                 shutil.copy(path, folder / path.name)
 
     write_folder(target, fill)
+
+
+def _as_stored(value: mx.array, dtype: mx.Dtype) -> mx.array:
+    return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """The files of a tokenizer that was part of a GGUF file."""
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        **tokenizer.special_tokens,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": tokenizer.add_bos,
+        "chat_template": tokenizer.chat_template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    ends = {"eos_token_id": sorted(tokenizer.eos_token_ids)}
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1), encoding="utf-8")
 
 
 def _quantization(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

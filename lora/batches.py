@@ -68,7 +68,7 @@ def plan_epoch(
     shuffled = draw.permutation(len(lengths))
     limit = rows_per_batch or len(lengths)
     if packing:
-        batches = _packed(shuffled, lengths, budget)
+        batches = _packed(shuffled, lengths, budget, limit)
     else:
         widths = np.array([width_of(int(n) - 1) for n in lengths])
         order = shuffled[np.argsort(widths[shuffled], kind="stable")]
@@ -89,7 +89,7 @@ def _greedy(order: np.ndarray, widths: np.ndarray, budget: int, limit: int) -> l
     return [*batches, current] if current else batches
 
 
-def _packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[list[int]]:
+def _packed(order: np.ndarray, lengths: np.ndarray, budget: int, limit: int) -> list[list[int]]:
     """First fit, decreasing: the longest rows first, each into the first batch that has room."""
     batches: list[list[int]] = []
     free: list[int] = []
@@ -101,7 +101,7 @@ def _packed(order: np.ndarray, lengths: np.ndarray, budget: int) -> list[list[in
             free.append(max(budget, need))
             place = len(free) - 1
         batches[place].append(item)
-        free[place] -= need
+        free[place] = free[place] - need if len(batches[place]) < limit else -1
     return batches
 
 

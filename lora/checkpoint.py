@@ -24,13 +24,15 @@ PARTIAL, OLD = ".writing-", ".old-"
 
 @dataclass(slots=True)
 class State:
-    """Where a run is. cursor: micro-batches of this epoch that are done. bad_evals: since the best one."""
+    """Where a run is. cursor: micro-batches of this epoch that are done. evaluated: the step after which was
+    last evaluated. bad_evals: since the best one."""
 
     step: int = 0
     epoch: int = 0
     cursor: int = 0
     trained_tokens: int = 0
     best_loss: float | None = None
+    evaluated: int = -1
     bad_evals: int = 0
     data: str = ""
     settings: str = ""
@@ -57,7 +59,11 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     old = target.with_name(f"{OLD}{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    fill(partial)
+    try:
+        fill(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     for path in partial.rglob("*"):
         _sync(path)
     _sync(partial)
@@ -115,13 +121,22 @@ def save_checkpoint(
     def fill(folder: Path) -> None:
         save_weights(folder)
         mx.save_safetensors(str(folder / OPTIMIZER), optimizer)
-        (folder / STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+        (folder / STATE).write_text(_state_text(state), encoding="utf-8")
 
     target = run / "checkpoints" / str(state.step)
     write_folder(target, fill)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def rewrite_state(run: Path, state: State) -> None:
+    """Replace the state of checkpoints/<step>."""
+    write_file(run / "checkpoints" / str(state.step) / STATE, _state_text(state))
+
+
+def _state_text(state: State) -> str:
+    return json.dumps(asdict(state), indent=1)
 
 
 def checkpoints(run: Path) -> list[Path]:

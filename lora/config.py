@@ -5,6 +5,7 @@ Knows: YAML, `--set a.b=c`, types and ranges. Knows nothing of MLX, models or da
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import types
 import typing
@@ -19,6 +20,7 @@ import yaml
 from mlxserve.errors import UsageError
 
 Section = TypeVar("Section")
+BITS = (2, 3, 4, 5, 6, 8)  # that MLX can pack weights to
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,12 @@ class DataConfig:
     valid: a file, a share of the training rows in (0, 1), or null for none; test: a file for `eval`.
     columns: renames a row's fields before its format is found ({prompt: question, completion: answer}).
     loss_on: the assistant's turns, the last of them, or all tokens. too_long: what becomes of rows above
-    train.max_seq tokens. template_kwargs: handed to the chat template (enable_thinking: false).
+    train.max_seq tokens. template_kwargs: handed to the chat template (enable_thinking: false). limit: rows
+    read of each file at most.
     """
 
     train: str = ""
-    valid: str | float | None = None
+    valid: float | str | None = None
     test: str | None = None
     format: Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt", "preference"] = "auto"
     columns: dict[str, str] = field(default_factory=dict)
@@ -47,8 +50,9 @@ class DataConfig:
 class LoraConfig:
     """What is trained. The adapter's product is scaled by alpha/rank, with rslora by alpha/sqrt(rank).
 
-    targets: all-linear (every linear layer of the blocks), attention, mlp, or a list of names or path
-    endings. layers: all, or how many of the last ones. plus_ratio: LoRA+'s learning-rate ratio of b to a.
+    targets: all-linear (every linear layer of the blocks), attention, mlp, or names or path endings, as a list
+    or with commas. layers: all, or how many of the last ones. plus_ratio: LoRA+'s learning-rate ratio of b to
+    a. With type full, the default targets and layers mean every parameter, and others choose among them.
     """
 
     type: Literal["lora", "dora", "full"] = "lora"
@@ -67,7 +71,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How it is trained. tokens_per_batch counts padded tokens of one micro-batch.
+    """How it is trained. tokens_per_batch counts padded tokens of one micro-batch; rows_per_batch is a limit
+    of its rows (or pairs) beside that.
 
     steps: stop after so many optimiser steps; null trains `epochs`. warmup: a share of all steps below 1,
     else a number of steps. clip: the gradient's norm at most, 0 for no clipping. loss_chunk: rows of the
@@ -100,7 +105,8 @@ class TrainConfig:
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
     """every: steps between evaluations, 0 for only the last. patience: evaluations without a better loss
-    before the run stops; null never stops. samples: a file of prompts, one a line."""
+    before the run stops; null never stops. samples: a file of prompts, one a line, answered at each
+    evaluation (as often, where nothing is held out)."""
 
     every: int = 100
     patience: int | None = None
@@ -143,15 +149,12 @@ class RunConfig:
 
 def read_config(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
     """The file's settings with `a.b=c` ones put over them. Raises UsageError, naming the key at fault."""
-    values = _read_yaml(path) if path is not None else {}
-    for setting in settings:
-        _apply(values, setting)
-    return from_dict(values)
+    return from_dict(override(_read_yaml(path) if path is not None else {}, settings))
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -161,6 +164,34 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values or {}
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only: no dates (a folder may be called 2026-11-30), and no key twice."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if tag != "tag:yaml.org,2002:timestamp"]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for place, key in enumerate(keys) if key in keys[:place]), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"{twice!r} stands there twice, in line {node.start_mark.line + 1} or below")
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506  a SafeLoader
+
+
+def override(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """`values` with `a.b=c` settings put over them. Raises UsageError for a malformed one."""
+    changed = copy.deepcopy(dict(values))
+    for setting in settings:
+        _apply(changed, setting)
+    return changed
+
+
 def _apply(values: dict[str, Any], setting: str) -> None:
     key, separator, text = setting.partition("=")
     if not separator or not key.strip():
@@ -168,12 +199,13 @@ def _apply(values: dict[str, Any], setting: str) -> None:
     *sections, leaf = key.strip().split(".")
     place = values
     for section in sections:
-        inner = place.setdefault(section, {})
-        if not isinstance(inner, dict):
+        if place.get(section) is None:
+            place[section] = {}
+        place = place[section]
+        if not isinstance(place, dict):
             raise UsageError(f"{section} in --set {key} is no section.", param=key)
-        place = inner
     try:
-        place[leaf] = yaml.safe_load(text)
+        place[leaf] = _load_yaml(text)
     except yaml.YAMLError as error:
         raise UsageError(f"The value of --set {key} is not valid YAML: {text!r}.", param=key) from error
 
@@ -256,6 +288,8 @@ def _as_float(value: Any) -> Any:
 def _words(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return "a list, in brackets, of " + ", ".join(map(str, get_args(get_args(hint)[0])))
     if get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(_words(option) for option in get_args(hint))
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -276,12 +310,18 @@ def _check(config: RunConfig) -> None:
         "train.loss_chunk": None if train.loss_chunk == "auto" else train.loss_chunk,
         "lora.layers": None if lora.layers == "all" else lora.layers,
         "eval.patience": config.eval.patience,
+        "eval.sample_tokens": config.eval.sample_tokens,
         "data.limit": config.data.limit,
     }
     for name, number in least_one.items():
         _require(number is None or number >= 1, name, "at least 1", number)
     _require(train.max_seq >= 2, "train.max_seq", "at least 2", train.max_seq)
     _require(train.lr > 0, "train.lr", "above 0", train.lr)
+    _require(train.beta > 0, "train.beta", "above 0", train.beta)
+    _require(0 <= train.seed < 2**63, "train.seed", "at least 0 and below 2^63", train.seed)
+    _require(lora.alpha > 0, "lora.alpha", "above 0", lora.alpha)
+    bits = ", ".join(map(str, BITS))
+    _require(config.quantize in (None, *BITS), "quantize", f"null or one of {bits}", config.quantize)
     _require(0 <= lora.dropout < 1, "lora.dropout", "in [0, 1)", lora.dropout)
     _require(0 <= train.min_lr_ratio <= 1, "train.min_lr_ratio", "in [0, 1]", train.min_lr_ratio)
     _require(lora.plus_ratio is None or lora.plus_ratio > 0, "lora.plus_ratio", "above 0", lora.plus_ratio)
@@ -293,8 +333,26 @@ def _check(config: RunConfig) -> None:
     _require(
         not isinstance(share, float) or 0 < share < 1, "data.valid", "a file or a share in (0, 1)", share
     )
-    if train.packing and train.objective != "sft":
+    _check_together(config)
+
+
+def _check_together(config: RunConfig) -> None:
+    """Refuse settings that others would leave without effect."""
+    lora, pairs = config.lora, config.train.objective != "sft"
+    if config.train.packing and pairs:
         raise UsageError("train.packing works with the objective sft only.", param="train.packing")
+    if pairs and config.data.loss_on == "all":
+        raise UsageError(
+            f"data.loss_on=all does not go with train.objective={config.train.objective}, which compares "
+            "answers only.",
+            param="data.loss_on",
+        )
+    if lora.type == "full":
+        for name in ("rslora", "dropout", "plus_ratio"):
+            if getattr(lora, name):
+                raise UsageError(f"lora.{name} has no effect with lora.type=full.", param=f"lora.{name}")
+    if not lora.targets or lora.targets == [""]:
+        raise UsageError("lora.targets names no layer.", param="lora.targets")
 
 
 def _require(good: bool, name: str, words: str, value: Any) -> None:

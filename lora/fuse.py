@@ -30,15 +30,17 @@ class Fused:
     drift: float
 
 
-def fuse(model: nn.Module, *, keep: Keep = "auto", max_drift: float = MAX_DRIFT) -> list[Fused]:
+def fuse(
+    model: nn.Module, *, keep: Keep = "auto", max_drift: float = MAX_DRIFT, dtype: mx.Dtype | None = None
+) -> list[Fused]:
     """Replace every adapted layer by a plain one, in place; returns what became of each.
 
-    keep: auto packs again unless the drift exceeds `max_drift`, then the layer stays in 16 bits (in the
-    dtype of its scales); packed always packs; float never does.
+    keep: auto packs again unless the drift exceeds `max_drift`, then the layer stays in 16 bits; packed always
+    packs; float never does. dtype: of weights and scales as they will be stored; None takes the layer's own.
     """
     report, replaced = [], []
     for path, layer in adapted_layers(model).items():
-        plain, row = _fuse_layer(path, layer, keep, max_drift)
+        plain, row = _fuse_layer(path, layer, keep, max_drift, dtype or _float_dtype(layer.linear))
         mx.eval(plain.parameters())
         report.append(row)
         replaced.append((path, plain))
@@ -46,16 +48,17 @@ def fuse(model: nn.Module, *, keep: Keep = "auto", max_drift: float = MAX_DRIFT)
     return report
 
 
-def _fuse_layer(path: str, layer: Adapted, keep: Keep, max_drift: float) -> tuple[nn.Module, Fused]:
+def _fuse_layer(
+    path: str, layer: Adapted, keep: Keep, max_drift: float, dtype: mx.Dtype
+) -> tuple[nn.Module, Fused]:
     base = layer.linear
     exact = layer.merged()
     change = exact - dense_weight(base).astype(mx.float32)
     if hasattr(base, "bits") and keep != "float":
-        packed = _pack(_plain(layer, exact.astype(_float_dtype(base))), base)
+        packed = _pack(_plain(layer, exact.astype(dtype)), base)
         drift = _drift(dense_weight(packed), exact, change)
         if keep == "packed" or drift <= max_drift:
             return packed, Fused(path, f"{base.bits} bits", drift)
-    dtype = _float_dtype(base)
     plain = _plain(layer, exact.astype(dtype))
     return plain, Fused(path, str(dtype).rpartition(".")[2], _drift(plain.weight, exact, change))
 

@@ -226,18 +226,22 @@ def find_targets(model: nn.Module, config: LoraConfig) -> list[str]:
 
     Raises UsageError, naming it, for a target that fits no layer.
     """
-    blocks = block_paths(model)
-    if config.layers != "all":
-        if config.layers > len(blocks):
-            raise UsageError(
-                f"lora.layers is {config.layers}, the model has {len(blocks)}.", param="lora.layers"
-            )
-        blocks = blocks[-config.layers :]
+    blocks = chosen_blocks(model, config)
     paths = [path for path, module in model.named_modules() if _adaptable(module)]
     inside = [path for path in paths if any(path.startswith(block + ".") for block in blocks)]
     chosen = _chosen(inside, paths, config.targets)
     order = {path: i for i, path in enumerate(paths)}
     return sorted(set(chosen), key=lambda path: _natural(path, order))
+
+
+def chosen_blocks(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Paths of the blocks that `layers` chooses. Raises UsageError where there are fewer."""
+    blocks = block_paths(model)
+    if config.layers == "all":
+        return blocks
+    if config.layers > len(blocks):
+        raise UsageError(f"lora.layers is {config.layers}, the model has {len(blocks)}.", param="lora.layers")
+    return blocks[-config.layers :]
 
 
 def _natural(path: str, order: dict[str, int]) -> tuple[Any, ...]:
@@ -253,7 +257,7 @@ def _chosen(inside: list[str], everywhere: list[str], targets: str | list[str]) 
     if targets == "mlp":
         found = [p for p in inside if any(w in p for w in ("mlp", "feed_forward", "ffn", "expert"))]
         return _some(found, inside, "mlp")
-    names = [targets] if isinstance(targets, str) else targets
+    names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
     chosen = []
     for name in names:
         found = [p for p in inside if p == name or p.endswith("." + name)]
@@ -297,10 +301,11 @@ def adapt(layer: nn.Module, kind: str, rank: int, scale: float, dropout: float =
 def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> list[str]:
     """Freeze the model and adapt the chosen layers in place; returns their paths.
 
-    With type full nothing is adapted and every float parameter trains. The start is drawn from `seed`.
+    With type full nothing is adapted: every float parameter trains, or those of the layers that `targets` and
+    `layers` choose. The start is drawn from `seed`.
     """
     if config.type == "full":
-        model.unfreeze()
+        _unfreeze(model, config)
         return []
     paths = find_targets(model, config)
     model.freeze()
@@ -315,6 +320,18 @@ def add_adapters(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> list
     return paths
 
 
+def _unfreeze(model: nn.Module, config: LoraConfig) -> None:
+    if config.targets == "all-linear" and config.layers == "all":
+        model.unfreeze()
+        return
+    modules = dict(model.named_modules())
+    whole_blocks = config.targets == "all-linear"
+    paths = chosen_blocks(model, config) if whole_blocks else find_targets(model, config)
+    model.freeze()
+    for path in paths:
+        modules[path].unfreeze()
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """Every adapted layer by its path, in natural order."""
     found = {path: module for path, module in model.named_modules() if isinstance(module, Adapted)}
@@ -324,11 +341,11 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 @contextmanager
 def base_only(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes as if it had no adapters."""
-    layers = adapted_layers(model).values()
-    for layer in layers:
+    before = [(layer, layer._enabled) for layer in adapted_layers(model).values()]
+    for layer, _ in before:
         layer._enabled = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer._enabled = True
+        for layer, enabled in before:
+            layer._enabled = enabled

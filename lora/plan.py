@@ -7,7 +7,7 @@ machine: its budget and speed are handed in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,13 @@ from mlxserve import display
 from mlxserve.errors import DoesNotFit
 from mlxserve.lora.batches import width_of
 from mlxserve.lora.config import RunConfig
-from mlxserve.lora.layers import find_targets, linear_shape
+from mlxserve.lora.layers import add_adapters, find_targets, linear_shape
 from mlxserve.lora.loss import default_chunk
 from mlxserve.models.load import build
 from mlxserve.models.memory import show_bytes
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2.04, "lion": 4.0, "muon": 4.0, "adafactor": 0.1}
+TIGHT = 0.8  # share of the memory above which blocks are computed twice
 LOSS_BUFFERS = 8  # chunk-sized arrays alive at once, as measured
 
 
@@ -73,6 +74,13 @@ class Plan:
             )
 
 
+def plan_within(budget_bytes: int | None, planned: Callable[[bool | None], Plan], config: RunConfig) -> Plan:
+    """The plan with checkpointing as `config` says; auto turns it on where the run would be tight without."""
+    plain = planned(None)
+    tight = budget_bytes is not None and plain.needed_bytes > TIGHT * budget_bytes
+    return planned(True) if tight and config.train.checkpointing == "auto" else plain
+
+
 def plan_run(
     config: RunConfig,
     architecture: Mapping[str, Any],
@@ -92,9 +100,10 @@ def plan_run(
     count = sum(_size(shape) for _, shape in tensors)
     parameters = sum(value.size for _, value in tree_flatten(model.parameters()))
     width = width_of(min(longest or config.train.max_seq, config.train.max_seq) - 1)
-    tokens = max(width, config.train.tokens_per_batch // width * width)
+    item = width * (1 if config.train.objective == "sft" else 2)  # a pair is never cut in two
+    tokens = max(item, config.train.tokens_per_batch // item * item)
     if config.train.rows_per_batch:
-        tokens = min(tokens, max(1, config.train.rows_per_batch) * width)
+        tokens = min(tokens, config.train.rows_per_batch * item)
     if checkpointing is None:
         checkpointing = config.train.checkpointing is True
     vocabulary = _vocabulary(architecture)
@@ -127,6 +136,7 @@ def _size(shape: tuple[int, ...]) -> int:
 def _trainable(model: nn.Module, config: RunConfig) -> list[tuple[str, tuple[int, ...]]]:
     """(name, shape) of everything that trains."""
     if config.lora.type == "full":
+        add_adapters(model, config.lora)
         return [(name, tuple(value.shape)) for name, value in tree_flatten(model.trainable_parameters())]
     modules = dict(model.named_modules())
     found: list[tuple[str, tuple[int, ...]]] = []

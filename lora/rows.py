@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-SPLITS = ("train", "valid", "test")
+ENCODING = "utf-8-sig"  # UTF-8, with or without the mark that Excel puts before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,10 @@ def find_split(config: DataConfig, split: str) -> Path | None:
         if not path.is_file():
             raise UsageError(f"There is no file {path} for data.{split}.", param=f"data.{split}")
         return path
-    folder = Path(config.train).expanduser()
     if split == "train":
         raise UsageError("data.train names no file; set it in the YAML or with --set data.train=FILE.")
-    return _in_folder(folder, split) if named is None and folder.is_dir() else None
+    folder = Path(config.train).expanduser()
+    return _in_folder(folder, split) if named is None and config.train and folder.is_dir() else None
 
 
 def _in_folder(folder: Path, split: str) -> Path | None:
@@ -105,7 +105,7 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -117,7 +117,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding=ENCODING))
     except ValueError as error:
         raise UsageError(f"{path.name} is not valid JSON: {error}.", param="data") from error
     if not isinstance(values, list):
@@ -126,7 +126,7 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding=ENCODING, newline="") as file:
         reader = csv.DictReader(file)
         for values in reader:
             if None in values or None in values.values():

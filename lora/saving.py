@@ -84,6 +84,11 @@ class Saver:
             return None
         return checkpoint.save_checkpoint(self._folder, state, arrays, fill, self.config.save.keep)
 
+    def save_state(self, state: State) -> None:
+        """Bring the newest checkpoint's state up to date, where nothing was trained since."""
+        if self._folder is not None and self.saved_step == state.step:
+            checkpoint.rewrite_state(self._folder, state)
+
     def take_best(self) -> None:
         """Let the model have the best adapter again; without a folder it keeps the last."""
         self._install(adapters.read(self._folder / "best").arrays if self._folder is not None else None)

@@ -124,7 +124,7 @@ class Trainer:
         self.references = [self._reference(data) for data in (train, valid)]
         self.history: list[Event] = []
         self.outcome: Outcome | None = None
-        self._just_evaluated = self._stopping = False
+        self._stopping = False
 
     # The plan.
 
@@ -175,26 +175,37 @@ class Trainer:
         if why == "stopped":
             place = f" {self.saver.run} can be resumed." if self.saver.run else ""
             raise Cancelled(f"Stopped after step {self.state.step}.{place}")
-        if self._evaluates and not self._just_evaluated:
+        if self._evaluates and self.state.evaluated != self.state.step:
             yield from self._evaluate()
+            if self._asked_to_stop:
+                raise Cancelled(f"Stopped after the last step, {self.state.step}, in its evaluation.")
+            self.saver.save_state(self.state)
         self._finish()
         losses = [event["loss"] for event in self.history if event["kind"] == "step"]
         last = losses[-1] if losses else None
         self.outcome = Outcome(why, self.state.step, self.state.best_loss, last, self.history)
 
     def _loop(self) -> Generator[str, None, str]:
+        if (yield from self._settle()):  # a run that was stopped in an evaluation begins with it
+            return "early"
         while self.state.step < self.total_steps:
             plan = self._plan(self.train_data, self.state.epoch)
             while self.state.cursor < len(plan) and self.state.step < self.total_steps:
-                if self._stopping or (self.share.reduce is alone and self.stop.is_set()):
+                if self._stopping or self._asked_to_stop:
                     return "stopped"
                 yield from self._step(plan)
                 yield "step"
-                if (yield from self._after_step()):
+                if (yield from self._settle()):
                     return "early"
+                self._save_if_due()
             if self.state.cursor >= len(plan):
                 self.state.epoch, self.state.cursor = self.state.epoch + 1, 0
         return "finished"
+
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Several processes agree on it in a step's totals; one need not wait for that."""
+        return self.share.reduce is alone and self.stop.is_set()
 
     def _step(self, plan: list[list[int]]) -> Iterator[str]:
         """One optimiser step over the next window, which is shorter at an epoch's end."""
@@ -237,35 +248,42 @@ class Trainer:
 
     # What happens between steps.
 
-    def _after_step(self) -> Generator[str, None, bool]:
-        """Evaluate and save when it is time; True if the run should stop early."""
-        self._just_evaluated = False
-        every = self.config.eval.every
-        if self._evaluates and every and self.state.step % every == 0:
+    def _settle(self) -> Generator[str, None, bool]:
+        """Evaluate when it is time and not done yet; True if the run should stop early."""
+        step, every = self.state.step, self.config.eval.every
+        if self._evaluates and every and step and step % every == 0 and self.state.evaluated != step:
             yield from self._evaluate()
         patience = self.config.eval.patience
-        if patience is not None and self.state.bad_evals >= patience:
-            return True
-        if self.config.save.every and self.state.step % self.config.save.every == 0:
+        return patience is not None and self.state.bad_evals >= patience
+
+    def _save_if_due(self) -> None:
+        every = self.config.save.every
+        if every and self.state.step % every == 0 and not self._asked_to_stop:
             self._save_checkpoint()
-        return False
 
     @property
     def _evaluates(self) -> bool:
-        return self.valid_data is not None
+        return self.valid_data is not None or self.generate is not None
 
     def _evaluate(self) -> Iterator[str]:
-        assert self.valid_data is not None
-        loss = yield from self._held_out(self.valid_data, 1)
-        self._just_evaluated = True
+        """The held-out loss and the samples, of which there may be one without the other. Asked to stop in the
+        middle, it leaves no trace, and a resumed run does it again."""
+        if self.valid_data is not None:
+            loss = yield from self._held_out(self.valid_data, 1, stoppable=True)
+            if loss is None:
+                return
+            self._take_loss(loss)
+        self.state.evaluated = self.state.step
+        for sample in self.generate() if self.generate is not None and self.share.writes else ():
+            self._tell({"kind": "sample", "step": self.state.step, **sample})
+
+    def _take_loss(self, loss: float) -> None:
         better = math.isfinite(loss) and (self.state.best_loss is None or loss < self.state.best_loss)
         self.state.bad_evals = 0 if better else self.state.bad_evals + 1
         if better:
             self.state.best_loss = loss
             self._save_adapter("best")
         self._tell({"kind": "eval", "step": self.state.step, "loss": loss, "best": better})
-        for sample in self.generate() if self.generate is not None and self.share.writes else ():
-            self._tell({"kind": "sample", "step": self.state.step, **sample})
 
     def evaluate(self, data: Dataset, which: int = 1) -> float:
         """Mean loss over all targets (or pairs) of a data set, each counted once."""
@@ -276,9 +294,14 @@ class Trainer:
             except StopIteration as end:
                 return float(end.value)
 
-    def _held_out(self, data: Dataset, which: int) -> Generator[str, None, float]:
+    def _held_out(
+        self, data: Dataset, which: int, *, stoppable: bool = False
+    ) -> Generator[str, None, float | None]:
+        """The mean loss; None where it was stopped before the end."""
         total = np.zeros(6)
         for place, numbers in enumerate(self._plan(data, 0)):
+            if stoppable and self._asked_to_stop:
+                return None
             if place % self.share.size == self.share.rank:
                 total[:2] += self.stepper.loss(self._batch(data, numbers), self._known(which, numbers))
                 yield "held-out"
@@ -339,7 +362,8 @@ class Trainer:
         Raises UsageError where there is none, or where it belongs to other data or settings.
         """
         self.state, read = self.saver.resume(self.state, path)
-        self._tell({"kind": "resume", "step": self.state.step, "path": str(read)})
+        places = {"step": self.state.step, "evaluated": self.state.evaluated}
+        self._tell({"kind": "resume", **places, "path": str(read)})
 
 
 def _fingerprint(config: RunConfig) -> str:

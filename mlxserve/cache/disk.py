@@ -61,7 +61,7 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.fingerprint = fingerprint
         self.block_tokens = block_tokens
-        self.hits = self.misses = self.damaged = 0
+        self.hits = self.damaged = 0
         self._lock = threading.Lock()
         self._last_use = 0
         try:
@@ -130,7 +130,6 @@ class DiskTier:
         try:
             content = path.read_bytes()
         except OSError:
-            self.misses += 1
             return None
         buffers = _decoded(content, self.fingerprint, name)
         if buffers is None:

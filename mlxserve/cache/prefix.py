@@ -349,10 +349,6 @@ class PrefixTree:
     # -- looking in -----------------------------------------------------------------------------------
 
     @property
-    def tokens_held(self) -> int:
-        return self._radix.tokens
-
-    @property
     def stats(self) -> PrefixStats:
         return PrefixStats(
             lookups=self._lookups,

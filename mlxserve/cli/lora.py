@@ -16,7 +16,7 @@ import click
 
 from mlxserve.cli import lora_adapters, lora_show
 from mlxserve.cli.common import say, table
-from mlxserve.cli.lora_common import FOLDER, complete, find_recipe, recipes, require_model, run_options
+from mlxserve.cli.lora_common import FOLDER, find_recipe, recipes, require_model, run_options
 from mlxserve.lora.config import RunConfig, read_config
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def plan(config: RunConfig, fits: bool, tensors: bool, as_json: bool) -> None:
     """Work out memory and time before anything runs; time where data.train is named."""
     import mlx.core as mx
 
-    from mlxserve.lora.plan import plan_run, what_fits
+    from mlxserve.lora.plan import plan_run, plan_within, what_fits
     from mlxserve.models.describe import describe
 
     require_model(config.model)
@@ -51,8 +51,10 @@ def plan(config: RunConfig, fits: bool, tensors: bool, as_json: bool) -> None:
     if config.quantize:
         weights = int(facts.weights.parameters * (config.quantize + 0.5) / 8)
     sizes: dict[str, Any] = {"weight_bytes": weights, "float_bytes": floats}
-    made = plan_run(config, dict(facts.config), **sizes)
     budget = _budget()
+    made = plan_within(
+        budget, lambda on: plan_run(config, dict(facts.config), checkpointing=on, **sizes), config
+    )
     shown = _plan_facts(made, budget)
     if config.data.train:
         shown |= _plan_time(config, made)
@@ -153,7 +155,7 @@ def train(config: RunConfig, dry_run: bool, force: bool, split: str | None) -> N
     """Train, and write adapters, checkpoints and figures into save.dir."""
     from mlxserve.lora.train import count_steps
 
-    prepared, several = _prepare(config, force, split)
+    prepared, several = _prepare(config, force, split, fresh=True)
     say(lora_show.summary(prepared, count_steps(config, prepared.train), _budget()))
     if not dry_run:
         _train(prepared, several, resume=False)
@@ -167,21 +169,29 @@ def resume(run: Path, force: bool, split: str | None) -> None:
     """Take up a run where its newest checkpoint left it."""
     config = read_config(run / "config.yaml")
     config = replace(config, save=replace(config.save, dir=str(run)))
-    prepared, several = _prepare(config, force, split)
+    prepared, several = _prepare(config, force, split, fresh=False)
     _train(prepared, several, resume=True)
 
 
-def _prepare(config: RunConfig, force: bool, split: str | None) -> tuple[Prepared, dict[str, Any]]:
+def _prepare(
+    config: RunConfig, force: bool, split: str | None, *, fresh: bool
+) -> tuple[Prepared, dict[str, Any]]:
     """The run, and what it is told of the other processes: a group, or how the model is divided."""
     from mlxserve.lora.api import prepare
 
     require_model(config.model)
+    group = _group()
+    settings: dict[str, Any] = {
+        "budget_bytes": _budget(),
+        "force": force,
+        "fresh": fresh and (group is None or group.rank() == 0),
+    }
     if split is None:
-        return prepare(config, budget_bytes=_budget(), force=force), {"group": _group()}
+        return prepare(config, **settings), {"group": group}
     from mlxserve.cli.lora_parts import open_part
 
-    base, divide = open_part(config, split, _group())
-    return prepare(config, budget_bytes=_budget(), force=force, base=base), {"divide": divide}
+    base, divide = open_part(config, split, group)
+    return prepare(config, base=base, **settings), {"divide": divide}
 
 
 def _train(prepared: Prepared, several: dict[str, Any], *, resume: bool) -> None:
@@ -189,7 +199,7 @@ def _train(prepared: Prepared, several: dict[str, Any], *, resume: bool) -> None
 
     display = lora_show.Bar() if sys.stderr.isatty() else lora_show.Lines(prepared.config)
     try:
-        result = run(prepared, resume=resume, watch=display, generate=complete, **several)
+        result = run(prepared, resume=resume, watch=display, **several)
     finally:
         display.close()
     best = result.outcome.best_loss

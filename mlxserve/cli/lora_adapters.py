@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxserve.cli.common import say, table
-from mlxserve.cli.lora_common import FOLDER, complete, run_options
+from mlxserve.cli.lora_common import FOLDER, run_options
 from mlxserve.errors import UsageError
 from mlxserve.lora.config import RunConfig
 
 if TYPE_CHECKING:
     from mlxserve.lora.base import Base
+    from mlxserve.lora.rows import Row
+    from mlxserve.models.adapters import Adapter
 
 
 @click.command("eval")
@@ -33,7 +38,10 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: int, as_json: bool) -> None:
-    """Compare base and adapter: loss, perplexity and exact match on data.test (or valid)."""
+    """Compare base and adapter: loss, perplexity and exact match on data.test (or valid).
+
+    Without a model in the settings, the base is the one that the adapter names.
+    """
     from mlxserve.lora import adapters
     from mlxserve.lora.base import open_base
     from mlxserve.lora.data import encode_rows
@@ -41,22 +49,27 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
     from mlxserve.lora.rows import find_split, read_rows
     from mlxserve.lora.train import Trainer
 
+    pattern = _compiled(match)
     path = find_split(config.data, "test") or find_split(config.data, "valid")
     if path is None:
         raise UsageError("eval needs data.test (or data.valid) to name a file.", param="data.test")
-    base = open_base(config.model, quantize=config.quantize)
-    rows = read_rows(path, config.data)
-    data = encode_rows(rows, config, base.tokenizer)
     found = adapters.read(adapter)
+    config = replace(config, model=config.model or _base_of(found))
+    rows = read_rows(path, config.data)
+    pairs = _questions(rows) if pattern else []
     full = found.kind == "full"
+    base = open_base(config.model, quantize=config.quantize, floats=full)
+    data = encode_rows(rows, config, base.tokenizer)
     facts: dict[str, dict[str, float]] = {}
 
     def measure(name: str) -> None:
         trainer = Trainer(base.model, config, data, vocabulary=base.vocabulary, architecture=base.config)
         loss = trainer.evaluate(data, 0)
-        facts[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
-        if match:
-            facts[name]["exact_match"] = _exact_match(base, rows, match, max_tokens)
+        facts[name] = {"loss": loss}
+        if config.train.objective == "sft":
+            facts[name]["perplexity"] = math.exp(min(loss, 700))
+        if pattern:
+            facts[name]["exact_match"] = _exact_match(base, pairs, pattern, max_tokens, config)
 
     if full:
         measure("base")
@@ -73,24 +86,56 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
     click.echo(table([["", "BASE", "ADAPTER"], *body]))
 
 
-def _exact_match(base: Base, rows: list[Any], pattern: str, max_tokens: int) -> float:
-    """The share of rows whose answer has the same last hit of `pattern` as the row's own."""
+def _base_of(adapter: Adapter) -> str:
+    """The model that an adapter names. Raises UsageError where it names none."""
+    if not adapter.base:
+        raise UsageError("The adapter names no base model; say which with --set model=NAME.", param="model")
+    return adapter.base
+
+
+def _compiled(match: str | None) -> re.Pattern[str] | None:
     try:
-        compiled = re.compile(pattern)
+        return re.compile(match) if match else None
     except re.error as error:
         raise UsageError(f"--match is no regular expression: {error}.", param="--match") from error
 
+
+def _questions(rows: Sequence[Row]) -> list[tuple[Row, str]]:
+    """Each row with the answer it wants: its completion, or the last turn of its chat."""
+    pairs = []
+    for row in rows:
+        last = (row.messages or [{}])[-1]
+        if row.rejected is not None or last.get("role") != "assistant" or not last.get("content"):
+            raise UsageError(
+                f"{row.where}: --match needs rows that end in an answer (prompt and completion, or messages).",
+                param="--match",
+            )
+        pairs.append((row, str(last["content"])))
+    return pairs
+
+
+def _exact_match(
+    base: Base,
+    pairs: Sequence[tuple[Row, str]],
+    pattern: re.Pattern[str],
+    max_tokens: int,
+    config: RunConfig,
+) -> float:
+    """The share of rows whose answer has the same last hit of `pattern` as the row's own."""
+    from mlxserve.lora.complete import answer, complete
+
     def last(text: str) -> str | None:
-        hits = compiled.findall(text)
+        hits = pattern.findall(text)
         return str(hits[-1]).strip().replace(",", "") if hits else None
 
     right = 0
-    for row in rows:
-        if row.raw is None:
-            raise UsageError(f"{row.where}: --match needs rows of prompt and completion.", param="--match")
-        wanted = last(row.raw[1])
-        right += wanted is not None and last(complete(base, row.raw[0], max_tokens)) == wanted
-    return right / len(rows)
+    for row, wanted in pairs:
+        if row.raw is not None:
+            said = complete(base, row.raw[0], max_tokens)
+        else:
+            said = answer(base, (row.messages or [])[:-1], max_tokens, config.data.template_kwargs)
+        right += last(wanted) is not None and last(said) == last(wanted)
+    return right / len(pairs)
 
 
 @click.command()
@@ -114,11 +159,10 @@ def fuse(adapter: Path, model: str | None, output: Path, keep: Any) -> None:
     name = model or found.base
     if not name:
         raise UsageError("The adapter names no base model; say --model.", param="--model")
-    if output.exists():
-        raise UsageError(f"{output} exists already.", param="--output")
-    base = open_base(name)
+    _require_new(output)
+    base = open_base(name, floats=True)
     adapters.attach(base.model, found)
-    report = fusing.fuse(base.model, keep=keep)
+    report = fusing.fuse(base.model, keep=keep, dtype=base.stored)
     write_model(output, base, base.model)
     for row in report:
         if row.drift > fusing.MAX_DRIFT:
@@ -145,20 +189,30 @@ def export(adapter: Path, output: Path, form: str) -> None:
 @click.option("-m", "--model", help="Check it against this base model.")
 def import_(adapter: Path, output: Path, model: str | None) -> None:
     """Read an adapter in PEFT's or mlx-lm's format and write ours."""
+    _require_new(output)
     if model:
         from mlxserve.lora import adapters
         from mlxserve.lora.base import open_base
 
-        adapters.attach(open_base(model).model, adapters.read(adapter))
+        found = adapters.read(adapter)
+        adapters.attach(open_base(model, floats=found.kind == "full").model, found)
     _convert(adapter, output, "mlx-lm")
+
+
+def _require_new(output: Path) -> None:
+    """Raise UsageError unless a folder can be made there."""
+    if output.exists():
+        raise UsageError(f"{output} exists already.", param="--output")
+    place = next(path for path in output.absolute().parents if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UsageError(f"{output} cannot be written: {place} is no folder to write to.", param="--output")
 
 
 def _convert(adapter: Path, output: Path, form: str) -> None:
     from mlxserve.lora import adapters
     from mlxserve.lora.checkpoint import write_folder
 
-    if output.exists():
-        raise UsageError(f"{output} exists already.", param="--output")
+    _require_new(output)
     found = adapters.read(adapter)
     write = adapters.export_peft if form == "peft" else adapters.save
     write_folder(output, lambda folder: write(folder, found))

@@ -1,4 +1,4 @@
-"""What the commands of `mlxserve lora` share: a run's settings, recipes, and a model's plain answer.
+"""What the commands of `mlxserve lora` share: a run's settings, and recipes.
 
 Knows: the terminal, and the trainer's settings. Does not know what the commands do.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from mlxserve.errors import UsageError
 from mlxserve.lora.config import read_config
-
-if TYPE_CHECKING:
-    from mlxserve.lora.base import Base
 
 Command = Callable[..., Any]
 FOLDER = click.Path(path_type=Path)
@@ -71,26 +68,3 @@ def recipes() -> dict[str, Path]:
 
     found = sorted((Path(str(package.__file__)).parent / "recipes").glob("*.yaml"))
     return {path.stem: path for path in found}
-
-
-def complete(base: Base, prompt: str, max_tokens: int) -> str:
-    """The model's greedy answer to a prompt, as a chat where it has a template."""
-    import mlx.core as mx
-
-    from mlxserve.models.layout import plain_caches
-
-    tokenizer, cache = base.tokenizer, plain_caches(base.model)
-    if tokenizer.chat_template is not None:
-        ids = tokenizer.encode_chat([{"role": "user", "content": prompt}])
-    else:
-        ids = tokenizer.encode(prompt)
-    written: list[int] = []
-    base.model.eval()
-    while len(written) < max_tokens:
-        logits = base.model(mx.array([ids]), cache=cache)
-        token = int(mx.argmax(logits[0, -1]))
-        if token in tokenizer.eos_token_ids:
-            break
-        written.append(token)
-        ids = [token]
-    return tokenizer.decode(written)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -119,17 +120,22 @@ def one_row(data: Dataset, tokenizer: Tokenizer) -> str:
 
 def summary(prepared: Prepared, steps: int, budget_bytes: int) -> str:
     """What a run is about to do: data, adapter, batches, memory."""
+    from mlxserve.lora.train import count_steps
+
     config, plan = prepared.config, prepared.plan
     train, lora = config.train, config.lora
     splits = {"train": prepared.train, **({"valid": prepared.valid} if prepared.valid else {})}
+    whole_model = lora.targets == "all-linear" and lora.layers == "all"
+    full = "all parameters" if whole_model else "the chosen layers whole"
     kind = f"{lora.type} of rank {lora.rank}, scale {lora.scale:g}"
-    mean = train.accumulate * prepared.train.target_count * train.epochs / max(1, steps * train.accumulate)
+    whole = count_steps(replace(config, train=replace(train, steps=None)), prepared.train)
+    mean = prepared.train.target_count * train.epochs / whole
     return "\n".join(
         [
             *(data_text(name, data_facts(data), data) for name, data in splits.items()),
             "",
             one_row(prepared.train, prepared.base.tokenizer),
-            f"{'all parameters' if lora.type == 'full' else kind}: {show_count(plan.trainable)} parameters train",
+            f"{full if lora.type == 'full' else kind}: {show_count(plan.trainable)} parameters train",
             f"{steps:,} steps of {train.accumulate} × up to {plan.tokens:,} tokens, about {mean:,.0f} of them "
             f"trained; {train.optimizer}, learning rate {train.lr:g}, {train.schedule}",
             f"about {show_bytes(plan.needed_bytes)} of the machine's {show_bytes(budget_bytes)}; checkpointing "

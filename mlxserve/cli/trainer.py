@@ -23,15 +23,16 @@ import numpy as np
 
 from mlxserve.engine.beside import Beside, TrainingBase
 from mlxserve.engine.memory import machine_budget
-from mlxserve.errors import DoesNotFit
+from mlxserve.errors import DoesNotFit, UsageError
 from mlxserve.lora.batches import Batch, make_batch, width_of
-from mlxserve.lora.config import RunConfig, from_dict
+from mlxserve.lora.config import LoraConfig, RunConfig, from_dict
 from mlxserve.lora.data import Dataset, Sample, load_all
-from mlxserve.lora.layers import add_adapters
+from mlxserve.lora.layers import add_adapters, find_targets
 from mlxserve.lora.logs import Files
 from mlxserve.lora.plan import Plan, plan_run
 from mlxserve.lora.step import Micro
 from mlxserve.lora.train import Trainer
+from mlxserve.models.linear import is_switch
 from mlxserve.models.memory import show_bytes
 from mlxserve.server.ports import PreparedTraining, TrainingOrder
 
@@ -43,6 +44,7 @@ IDLE_S = 0.5  # of a piece while nobody waits: whoever comes then waits no longe
 AIM, SINGLE = 0.8, 1.1
 REST_S, PATIENCE_S = 0.25, 600.0
 PROBES = (32, 128)
+NO_EXPERTS = "Layers of experts stay as they are: adapters on them are not served."
 
 
 class JobTrainer:
@@ -52,10 +54,11 @@ class JobTrainer:
         self._free_bytes = free_bytes or (lambda: machine_budget() - mx.get_active_memory())
 
     def prepare(self, order: TrainingOrder, base: TrainingBase) -> PreparedTraining:
-        """Read, encode and mask the rows. Raises UsageError naming the row."""
+        """Read, encode and mask the rows. Raises UsageError naming the row, or what of `lora` cannot be."""
         rows_per_step, epochs = order.rows_per_step or ROWS, order.epochs or EPOCHS
         factor = order.rate_factor or 1.0
         config = _config(order, epochs, rows_per_step, factor)
+        config = replace(config, lora=_servable(base.model, config.lora))
         train, valid = load_all(config, base.tokenizer)
         every = math.ceil(len(train.items) / rows_per_step)  # an epoch
         config = replace(
@@ -83,6 +86,8 @@ class JobTrainer:
             log(event)
             tell(event)
 
+        if any(is_switch(module) for _, module in base.model.named_modules()):
+            tell({"kind": "note", "message": NO_EXPERTS})
         trainer = Trainer(
             base.model,
             config,
@@ -98,6 +103,22 @@ class JobTrainer:
         InTurns(trainer, seat, plan, self._free_bytes, tell).install()
         trainer.run()
         return folder / "final"
+
+
+def _servable(model: Any, config: LoraConfig) -> LoraConfig:
+    """The settings without layers of experts, on which adapters are not served; who names one is refused."""
+    modules = dict(model.named_modules())
+    paths = find_targets(model, config)
+    kept = [path for path in paths if not is_switch(modules[path])]
+    if len(kept) == len(paths):
+        return config
+    if not kept or config.targets not in ("all-linear", "mlp"):
+        chosen = next(path for path in paths if path not in kept)
+        raise UsageError(
+            f"lora.targets chooses {chosen}, a layer of experts, and adapters on those are not served.",
+            param="lora.targets",
+        )
+    return replace(config, targets=kept)
 
 
 def _config(order: TrainingOrder, epochs: int, rows_per_step: int, factor: float) -> RunConfig:

@@ -24,6 +24,7 @@ from mlxserve.errors import ModelInvalid, ModelNotFound, Unsupported
 ADAPTER_LEAVES = ("lora_a", "lora_b", "m")
 CONFIG = "adapter_config.json"
 MLX_FILE, PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
+PEFT_PICKLE = "adapter_model.bin"
 PEFT_PREFIX = "base_model.model."
 # PEFT settings that change what an adapter computes and that are not done here: value that is harmless.
 PEFT_HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -72,12 +73,35 @@ def read(folder: Path) -> Adapter:
     """An adapter folder in either format. Raises ModelNotFound or ModelInvalid, naming the file at fault."""
     if not folder.is_dir():
         raise ModelNotFound(f"There is no adapter folder {folder}.", param="adapter")
+    if not (folder / CONFIG).is_file() and (folder / "final" / CONFIG).is_file():
+        raise ModelNotFound(
+            f"{folder} is a run's folder; its adapter is {folder / 'final'}.", param="adapter"
+        )
     config = _read_json(folder / CONFIG)
     if (folder / PEFT_FILE).is_file():
-        return _from_peft(config, _arrays(folder / PEFT_FILE), folder)
+        return _whole(_from_peft(config, _arrays(folder / PEFT_FILE), folder), folder)
     if (folder / MLX_FILE).is_file():
-        return _from_mlx(config, _arrays(folder / MLX_FILE), folder)
-    raise ModelInvalid(f"{folder} holds neither {MLX_FILE} nor {PEFT_FILE}.", param="adapter")
+        return _whole(_from_mlx(config, _arrays(folder / MLX_FILE), folder), folder)
+    pickled = (folder / PEFT_PICKLE).is_file()
+    more = f"; {PEFT_PICKLE} is a pickle, which can run code and is not read" if pickled else ""
+    raise ModelInvalid(f"{folder} holds neither {MLX_FILE} nor {PEFT_FILE}{more}.", param="adapter")
+
+
+def _whole(adapter: Adapter, folder: Path) -> Adapter:
+    """The adapter itself. Raises ModelInvalid where a layer lacks a factor, or its factors have two ranks."""
+    for path in adapter.paths:
+        a, b = (adapter.arrays.get(f"{path}.{leaf}") for leaf in ("lora_a", "lora_b"))
+        if a is None or b is None:
+            raise ModelInvalid(
+                f"{folder}: the adapter lacks {path}.{'lora_a' if a is None else 'lora_b'}.", param="adapter"
+            )
+        inner = b.shape[-1] if a.ndim == 3 else b.shape[0]
+        if a.ndim != b.ndim or a.ndim not in (2, 3) or a.shape[1] != inner:
+            raise ModelInvalid(
+                f"{folder}: the factors of {path}, {list(a.shape)} and {list(b.shape)}, have no common rank.",
+                param="adapter",
+            )
+    return adapter
 
 
 def _read_json(path: Path) -> dict[str, Any]:

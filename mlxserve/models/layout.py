@@ -39,10 +39,6 @@ class Layout:
         return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
 
     @property
-    def recurrent(self) -> bool:
-        return any(leaf.kind == "state" for leaf in self.leaves)
-
-    @property
     def unknown(self) -> str | None:
         """The name of a cache class that has no place here, or None."""
         return next((leaf.name for leaf in self.leaves if leaf.kind == "other"), None)

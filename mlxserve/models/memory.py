@@ -129,11 +129,6 @@ def bytes_per_value(
     return float(float_bytes) if kv_bits == FLOAT_BITS else kv_bits / 8 + 2 * float_bytes / group_size
 
 
-def kv_bytes_per_token(config: Mapping[str, Any], **settings: Any) -> int:
-    """Bytes that one more token takes while no window is full; settings as for `kv_bytes`."""
-    return kv_bytes(config, 1, **settings)
-
-
 def width_of(dtype: str, stored_bytes: int, on_cpu: bool) -> int:
     """Bytes of a float that a model computes with: "auto" is as stored, but float32 on a CPU."""
     if dtype == "auto":

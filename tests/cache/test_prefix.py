@@ -146,7 +146,7 @@ def test_duplicates_computed_side_by_side_become_one() -> None:
     assert first[:2] == second[:2]  # whole pages are one
     assert first[2] != second[2]  # each goes on writing in its own
     assert desk.pools[0].held == 4
-    assert desk.tree.tokens_held == 10
+    assert desk.tree.stats.tokens_held == 10
 
 
 def test_a_growing_sequence_extends_its_node() -> None:
@@ -160,7 +160,7 @@ def test_a_growing_sequence_extends_its_node() -> None:
             tables[0] += desk.pools[0].allocate(1)
         desk.tree.insert(match.cursor, tokens, tables, length=length)
         assert desk.tree.stats.nodes == 1
-        assert desk.tree.tokens_held == length == desk.found(tokens)
+        assert desk.tree.stats.tokens_held == length == desk.found(tokens)
     assert desk.tree.match("base", tokens).shared[0] == tables[0][:12]
 
 
@@ -172,7 +172,7 @@ def test_page_of_a_branch_point_is_copied_and_both_branches_are_found() -> None:
     assert match.copy == [desk.open[0][0][0][1]]
     assert desk.found([1, 2, 3, 4, 5, 6, 7, 8, 9]) == 9
     assert desk.tree.match("base", [1, 2, 3, 4, 5, 6, 70, 80, 90]).shared == [desk.open[1][0][0][:2]]
-    assert desk.tree.tokens_held == 12
+    assert desk.tree.stats.tokens_held == 12
 
 
 def test_eviction_takes_the_conversation_not_used_for_longest_from_its_end() -> None:
@@ -237,10 +237,10 @@ def test_evicting_a_window_leaves_the_later_places_to_resume() -> None:
     assert desk.found(talk(0, 32)) == 32
     assert desk.found(talk(0, 19)) == 19
     assert desk.found(talk(0, 18)) == 0  # looks back at position 15
-    assert desk.tree.tokens_held == 32
+    assert desk.tree.stats.tokens_held == 32
     assert desk.tree.evict(1, 1) == 1  # the end of the window: what lies behind is of no use to any group
     assert desk.found(talk(0, 32)) == 28
-    assert desk.tree.tokens_held == 28
+    assert desk.tree.stats.tokens_held == 28
     desk.tree.check()
 
 
@@ -250,7 +250,7 @@ def test_holes_are_filled_by_who_computes_them_again() -> None:
     assert desk.found(talk(0, 16)) == 0
     desk.write(talk(0, 17))
     assert desk.found(talk(0, 16)) == 16
-    assert desk.tree.tokens_held == 24
+    assert desk.tree.stats.tokens_held == 24
 
 
 def test_a_hole_is_filled_as_far_as_the_branch_that_was_computed() -> None:
@@ -359,7 +359,7 @@ def test_without_its_checkpoint_a_branch_goes_at_once() -> None:
     assert desk.tree.evict_states(1) == 1  # the shorter one was used last when the longer one began
     assert [desk.found(talk(0, n)) for n in (8, 16)] == [0, 16]
     assert desk.tree.evict_states(1) == 1
-    assert desk.tree.tokens_held == 0
+    assert desk.tree.stats.tokens_held == 0
     assert desk.pools[0].free == 32
 
 
@@ -369,9 +369,9 @@ def test_a_model_without_attention_reuses_checkpoints() -> None:
     assert desk.found(talk(0, 60)) == 50
     assert desk.tree.match("base", talk(0, 60)).shared == []
     desk.write(talk(0, 40))  # without a checkpoint there is nothing to keep
-    assert (desk.tree.tokens_held, desk.tree.stats.nodes) == (50, 1)
+    assert (desk.tree.stats.tokens_held, desk.tree.stats.nodes) == (50, 1)
     assert desk.tree.evict_states(5) == 1
-    assert desk.tree.tokens_held == 0
+    assert desk.tree.stats.tokens_held == 0
 
 
 def test_tokens_stay_within_their_limit() -> None:
@@ -379,7 +379,7 @@ def test_tokens_stay_within_their_limit() -> None:
     for i in range(20):
         desk.write(talk(1000 * i, 30), slid=True)
         desk.close()
-        assert desk.tree.tokens_held <= 100 + 30
+        assert desk.tree.stats.tokens_held <= 100 + 30
     assert desk.found(talk(19000, 30)) == 30
     assert desk.found(talk(0, 30)) == 0
 

@@ -188,14 +188,14 @@ class Lives(RuleBasedStateMachine):
         self.tree.insert(sequence.cursor, padded, sequence.tables, length=len(sequence.tokens), state=slot)
         sequence.inserted = len(sequence.tokens)
         busy = sum(len(one.tokens) for one in self.running)
-        assert self.tree.tokens_held <= self.token_limit + busy
+        assert self.tree.stats.tokens_held <= self.token_limit + busy
         node, position = sequence.cursor.node, sequence.cursor.position
         page = position // self.page_size - node.start // self.page_size
         if position < node.end and any(HOLE in pages[page : page + 1] for pages in node.pages):
             self.lossless = False  # ends in a page that the tree has lost: not taken before it is whole
 
     def _note_given(self, sequence: Sequence) -> None:
-        if self.tree.tokens_held + len(sequence.tokens) > self.token_limit:
+        if self.tree.stats.tokens_held + len(sequence.tokens) > self.token_limit:
             self.lossless = False
         inserted = sequence.cursor.position // self.page_size
         if any(HOLE in table[inserted:] for table in sequence.tables):
@@ -386,7 +386,7 @@ class Lives(RuleBasedStateMachine):
         if self.states is not None:
             self.tree.evict_states(self.states.total)
             assert self.states.free == self.states.total
-        assert self.tree.tokens_held == 0
+        assert self.tree.stats.tokens_held == 0
         assert not self.tree._radix.roots
 
 

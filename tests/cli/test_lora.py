@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,41 @@ def test_from_rows_to_a_fused_model(
     assert main(back) == 0
     assert main(["lora", "fuse", str(tmp_path / "back"), "-o", str(tmp_path / "fused")]) == 0
     assert (tmp_path / "fused" / "tokenizer.json").is_file()
+
+
+def test_eval_of_chats_and_of_preferences(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The base is the one that the adapter names; before a preference training both answers are equally likely."""
+    pairs = _write(tmp_path, ROWS["dpo"])
+    dpo = ("--set", "train.objective=dpo")
+    settings = _settings(tiny_llama, pairs, tmp_path / "run", "train.lr=0.1", "lora.rank=2")
+    assert main(["lora", "train", *settings, *dpo]) == 0
+    capsys.readouterr()
+    assert (
+        main(["lora", "eval", str(tmp_path / "run" / "final"), *dpo, "--set", f"data.test={pairs}", "--json"])
+        == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["base"] == {"loss": pytest.approx(math.log(2), abs=1e-5)}
+    assert facts["adapter"]["loss"] < facts["base"]["loss"]
+    chats = _write(tmp_path, CHAT)
+    more = ["--set", f"data.test={chats}", "--match", "(a)", "--max-tokens", "2", "--json"]
+    assert main(["lora", "eval", str(tmp_path / "run" / "final"), *more]) == 0
+    assert set(json.loads(capsys.readouterr().out)["base"]) == {"loss", "perplexity", "exact_match"}
+
+
+@pytest.mark.parametrize("command", ["fuse", "export"])
+def test_what_cannot_be_written_leaves_nothing(
+    tiny_llama: Path, tmp_path: Path, rows: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _settings(tiny_llama, rows, tmp_path / "run", "lora.type=full", "train.steps=1")
+    assert main(["lora", "train", *settings]) == 0
+    before = sorted(tmp_path.iterdir())
+    target = rows / "out" if command == "fuse" else tmp_path / "out"
+    assert main(["lora", command, str(tmp_path / "run" / "final"), "-o", str(target)]) == 2
+    words = "no folder to write to" if command == "fuse" else "has no PEFT form"
+    assert words in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
 
 
 def test_what_is_said_before_training(

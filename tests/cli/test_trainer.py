@@ -15,6 +15,8 @@ from mlxserve.engine.beside import TrainingBase
 from mlxserve.errors import Cancelled, DoesNotFit, UsageError
 from mlxserve.lora.layers import add_adapters
 from mlxserve.lora.train import Trainer
+from mlxserve.models import adapters
+from mlxserve.models.multilora import check_fit
 from mlxserve.server.ports import PreparedTraining, TrainingOrder
 from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny
@@ -169,3 +171,22 @@ def test_a_bad_row_is_named(base: TrainingBase, tmp_path: Path) -> None:
         JobTrainer().prepare(order, base)
     with pytest.raises(UsageError, match="lora.rank"):
         _prepared(base, tmp_path, lora={"rank": 0})
+
+
+def test_experts_are_left_out_since_nobody_could_serve_them(tmp_path: Path) -> None:
+    """Otherwise a job would train to its end and fail there."""
+    tokenizer = load_tokenizer(tiny.write_tokenizer(tmp_path / "base"))
+    config = tiny.config("qwen3_moe", num_hidden_layers=1)
+    model = tiny.build("qwen3_moe", num_hidden_layers=1)
+    base = TrainingBase("tiny", tmp_path, model, config, tokenizer)
+    with pytest.raises(UsageError, match="switch_mlp.*a layer of experts"):
+        _prepared(base, tmp_path, lora={"targets": ["switch_mlp.up_proj"]})
+    with pytest.raises(UsageError, match="no layer here"):
+        _prepared(base, tmp_path, lora={"targets": ["nothing"]})
+    prepared = _prepared(base, tmp_path, rows=2, epochs=1)
+    told: list[Any] = []
+    folder = JobTrainer(lambda: LARGE).run(prepared, base, Seat(), told.append)  # type: ignore[arg-type]
+    found = adapters.read(folder)
+    check_fit(tiny.build("qwen3_moe", num_hidden_layers=1), found)
+    assert any("q_proj" in path for path in found.paths)
+    assert any("experts" in event.get("message", "") for event in told)

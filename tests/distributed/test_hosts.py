@@ -16,7 +16,6 @@ from mlxserve.distributed.hosts import (
     parse_hosts,
     parse_memory,
     read_hostfile,
-    read_hosts,
 )
 from mlxserve.errors import UsageError
 
@@ -59,7 +58,8 @@ def test_our_own_keys(tmp_path: Path) -> None:
         "folder": "/models",
         "name": "studio",
     }
-    [first, second] = read_hosts(write(tmp_path, [{**PLAIN[0], **ours}, {**PLAIN[1], "bandwidth": 410}]))
+    path = write(tmp_path, [{**PLAIN[0], **ours}, {**PLAIN[1], "bandwidth": 410}])
+    [first, second] = read_hostfile(path).hosts
     assert (first.name, first.chip, first.bandwidth) == ("studio", "m3-ultra", 819e9)
     assert (first.memory_bytes, first.usable_bytes) == (192 * GIB, 144 * GIB)
     assert (first.python, first.folder) == ("/opt/python", "/models")
@@ -87,12 +87,12 @@ def test_our_own_keys(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named(tmp_path: Path, data: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        read_hosts(write(tmp_path, data))
+        read_hostfile(write(tmp_path, data))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none.json cannot be read"):
-        read_hosts(tmp_path / "none.json")
+        read_hostfile(tmp_path / "none.json")
 
 
 def test_hosts_in_words() -> None:

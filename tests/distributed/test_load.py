@@ -19,7 +19,7 @@ from mlxserve.distributed.digest import (
     reference_digests,
     tokenizer_digest,
 )
-from mlxserve.distributed.load import ShardLoaded, load_shard, plan_files
+from mlxserve.distributed.load import ShardLoaded, blueprint, files_of, load_shard
 from mlxserve.distributed.sharding import shard_model
 from mlxserve.distributed.split import Split
 from mlxserve.distributed.stages import make_stage
@@ -160,12 +160,16 @@ def by_layer(tmp_path: Path) -> ModelFiles:
     )
 
 
+def needed_files(files: ModelFiles, split: Split, rank: int) -> list[str]:
+    return files_of(blueprint(files, LoadConfig(), split, rank))
+
+
 def test_a_pipeline_needs_only_the_files_of_its_layers(by_layer: ModelFiles) -> None:
     split = Split.parse("pipeline:2,1", 3)
-    needed = plan_files(by_layer, split, 1)
+    needed = needed_files(by_layer, split, 1)
     assert needed == ["model-2.safetensors", "model-head.safetensors"]
-    assert plan_files(by_layer, split, 0) == [f"model-{part}.safetensors" for part in ("0", "1", "embed")]
-    assert len(plan_files(by_layer, TWO, 0)) == 5
+    assert needed_files(by_layer, split, 0) == [f"model-{part}.safetensors" for part in ("0", "1", "embed")]
+    assert len(needed_files(by_layer, TWO, 0)) == 5
     before = load_shard(by_layer, LoadConfig(), split, 1)
     for file in by_layer.path.glob("model-*.safetensors"):
         if file.name not in needed:

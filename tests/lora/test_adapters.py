@@ -161,6 +161,10 @@ def test_damaged_folders(tmp_path: Path) -> None:
         adapters.read(tmp_path / "none")
     with pytest.raises(ModelInvalid, match="cannot be read"):
         adapters.read(tmp_path)
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    (tmp_path / "run" / "final" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="its adapter is .*final"):
+        adapters.read(tmp_path / "run")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelInvalid, match="holds neither"):
         adapters.read(tmp_path)
@@ -173,3 +177,25 @@ def test_experts_have_no_peft_form(tmp_path: Path) -> None:
     found = adapters.of_model(_stirred("qwen3_moe", targets=["switch_mlp.up_proj"]))
     with pytest.raises(Unsupported, match="experts"):
         adapters.export_peft(tmp_path, found)
+
+
+def test_case_52_half_an_adapter_is_refused_when_read(tmp_path: Path) -> None:
+    """Also where no model is at hand to compare it with, as in a conversion."""
+    found = adapters.of_model(_stirred(targets=["q_proj"]))
+    b = found.arrays.pop(f"{Q}.lora_b")
+    adapters.save(tmp_path, found)
+    with pytest.raises(ModelInvalid, match=f"lacks {Q}.lora_b"):
+        adapters.read(tmp_path)
+    found.arrays[f"{Q}.lora_b"] = b[:2]
+    adapters.save(tmp_path, found)
+    with pytest.raises(
+        ModelInvalid, match=r"factors of .*q_proj, \[64, 4\] and \[2, 64\], have no common rank"
+    ):
+        adapters.read(tmp_path)
+
+
+def test_a_pickled_adapter_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ModelInvalid, match="adapter_model.bin is a pickle"):
+        adapters.read(tmp_path)

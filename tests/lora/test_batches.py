@@ -88,3 +88,8 @@ def test_pairs_put_the_chosen_first() -> None:
 def test_widths_are_few_and_close(length: int) -> None:
     width = width_of(length)
     assert length <= width <= max(length + 7, length * 1.125)
+
+
+def test_packed_batches_hold_no_more_rows_than_asked() -> None:
+    plan = plan_epoch(np.full(10, 5), budget=4096, seed=0, epoch=0, rows_per_batch=3, packing=True)
+    assert sorted(map(len, plan)) == [1, 3, 3, 3] and sorted(sum(plan, [])) == list(range(10))

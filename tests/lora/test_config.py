@@ -37,6 +37,16 @@ def test_settings_lie_over_the_file(tmp_path: Path) -> None:
         ({"log": {"to": ["mlflow"]}}, "log.to"),
         ({"train": [1]}, "keys and values"),
         ({"train": {"packing": True, "objective": "dpo"}}, "packing"),
+        ({"log": {"to": "wandb"}}, "a list, in brackets, of tensorboard, wandb"),
+        ({"train": {"seed": -1}}, "train.seed"),
+        ({"train": {"beta": 0}}, "train.beta"),
+        ({"lora": {"alpha": 0}}, "lora.alpha"),
+        ({"lora": {"targets": []}}, "names no layer"),
+        ({"quantize": 7}, "one of 2, 3, 4, 5, 6, 8"),
+        ({"eval": {"sample_tokens": 0}}, "at least 1"),
+        ({"lora": {"type": "full", "dropout": 0.1}}, "no effect"),
+        ({"lora": {"type": "full", "plus_ratio": 4}}, "no effect"),
+        ({"train": {"objective": "dpo"}, "data": {"loss_on": "all"}}, "data.loss_on"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, object], words: str) -> None:
@@ -50,6 +60,19 @@ def test_malformed_overrides_are_refused(tmp_path: Path, setting: str) -> None:
     (tmp_path / "run.yaml").write_text("model: a\n")
     with pytest.raises(UsageError):
         read_config(tmp_path / "run.yaml", [setting])
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: a\nlora: {rank: 2, rank: 3}\n")
+    with pytest.raises(UsageError, match="'rank' stands there twice"):
+        read_config(tmp_path / "run.yaml")
+
+
+def test_what_people_write(tmp_path: Path) -> None:
+    """A folder named after a day, a share in YAML's other notation, a section that is still empty."""
+    (tmp_path / "run.yaml").write_text("model: a\ndata:\n")
+    config = read_config(tmp_path / "run.yaml", ["save.dir=2026-11-30", "data.valid=5e-2"])
+    assert (config.save.dir, config.data.valid) == ("2026-11-30", 0.05)
 
 
 def test_scales() -> None:

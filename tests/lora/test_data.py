@@ -11,7 +11,7 @@ import pytest
 from mlxserve.errors import UsageError
 from mlxserve.lora.config import from_dict
 from mlxserve.lora.data import Dataset, Sample, encode_rows, encode_sample, load_all
-from mlxserve.lora.rows import parse_row, read_rows
+from mlxserve.lora.rows import find_split, parse_row, read_rows
 from mlxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests import tiny
 
@@ -214,3 +214,19 @@ def test_valid_share_is_seeded_and_disjoint(tmp_path: Path, tokenizer: Tokenizer
     again = load_all(from_dict(values), tokenizer)[0]
     assert again.digest() == train.digest()
     assert Dataset(train.items[::-1], 15).digest() != train.digest()
+
+
+def test_files_that_begin_with_a_mark(tmp_path: Path) -> None:
+    """Excel puts a byte order mark before its UTF-8."""
+    (tmp_path / "rows.csv").write_bytes(b"\xef\xbb\xbfprompt,completion\na,b\n")
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n')
+    for name in ("rows.csv", "rows.jsonl"):
+        (row,) = read_rows(tmp_path / name, from_dict({}).data)
+        assert row.raw == ("a", "b")
+
+
+def test_no_split_is_found_by_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without data.train the working folder is nobody's data."""
+    (tmp_path / "test.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert find_split(from_dict({}).data, "test") is None

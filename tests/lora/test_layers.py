@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import mlx.core as mx
@@ -131,7 +132,10 @@ def test_base_alone_is_the_model_before() -> None:
     ids = mx.array([[1, 2, 3, 4]])
     assert not mx.allclose(model(ids), before(ids), atol=1e-3)
     with base_only(model):
+        with base_only(model):
+            np.testing.assert_allclose(_np(model(ids)), _np(before(ids)), atol=1e-5)
         np.testing.assert_allclose(_np(model(ids)), _np(before(ids)), atol=1e-5)
+    assert not mx.allclose(model(ids), before(ids), atol=1e-3)
 
 
 def test_targets() -> None:
@@ -149,3 +153,24 @@ def test_targets() -> None:
         endings(targets=["query"])
     with pytest.raises(UsageError, match="lora.layers is 99"):
         endings(layers=99)
+
+
+def test_targets_may_be_written_with_commas() -> None:
+    model = tiny.build("llama")
+    listed = find_targets(model, LoraConfig(targets=["q_proj", "v_proj"]))
+    assert find_targets(model, LoraConfig(targets="q_proj, v_proj")) == listed
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({}, "."),
+        ({"layers": 1}, r"model\.layers\.2\."),
+        ({"targets": "q_proj", "layers": 2}, r"model\.layers\.[12]\.self_attn\.q_proj\."),
+    ],
+)
+def test_full_trains_the_chosen_layers(settings: dict[str, Any], pattern: str) -> None:
+    model = tiny.build("llama")
+    add_adapters(model, LoraConfig(type="full", **settings))
+    trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    assert trained == {name for name, _ in tree_flatten(model.parameters()) if re.match(pattern, name)}

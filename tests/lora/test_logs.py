@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mlxserve.errors import DependencyMissing
+from mlxserve.errors import DependencyMissing, UsageError
 from mlxserve.lora.logs import Files, other_logger
 from mlxserve.lora.plot import plot
 
@@ -24,13 +24,16 @@ def test_lines_after_the_checkpoint_are_cut_on_resume(tmp_path: Path) -> None:
     files = Files(tmp_path)
     for step in range(1, 6):
         files(_step(step))
+    for step in (2, 3):
+        files({"kind": "eval", "step": step, "loss": 1.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "st')  # killed in the middle of a line
     again = Files(tmp_path)
-    again({"kind": "resume", "step": 3})
+    again({"kind": "resume", "step": 3, "evaluated": 2})  # what was not saved is evaluated again
     again(_step(4))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [2]
 
 
 @pytest.mark.parametrize("evals", [0, 2])
@@ -93,9 +96,15 @@ def test_tensorboard_and_wandb_are_told_every_figure(monkeypatch: pytest.MonkeyP
         def flush(self) -> None:
             told.append(("tensorboard", "flush", 0, 0))
 
+        def close(self) -> None:
+            told.append(("tensorboard", "end", 0, 0))
+
     class Run:
         def log(self, values: dict[str, float], step: int) -> None:
             told.extend(("wandb", name, value, step) for name, value in values.items())
+
+        def finish(self) -> None:
+            told.append(("wandb", "end", 0, 0))
 
     def init(dir: str, config: dict[str, Any]) -> Run:
         assert (dir, config) == (str(tmp_path), {"model": "m"})
@@ -107,5 +116,16 @@ def test_tensorboard_and_wandb_are_told_every_figure(monkeypatch: pytest.MonkeyP
         watch = other_logger(name, tmp_path, {"model": "m"})
         watch(_step(2))
         watch({"kind": "sample", "step": 2, "text": "x"})
+        watch.close()
         assert (name, "step/loss", 2.5, 2) in told and (name, "step/lr", 0.1, 2) in told
+        assert told[-1] == (name, "end", 0, 0)
     assert not any("sample" in name for _, name, _, _ in told)
+
+
+def test_a_service_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("no key:\nlog in first")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="log.to=wandb cannot be used: no key: log in first"):
+        other_logger("wandb", tmp_path, {})

@@ -12,7 +12,7 @@ from mlxserve.errors import DoesNotFit
 from mlxserve.lora.config import from_dict
 from mlxserve.lora.layers import add_adapters
 from mlxserve.lora.optim import Optimizer
-from mlxserve.lora.plan import Plan, plan_run, what_fits
+from mlxserve.lora.plan import Plan, plan_run, plan_within, what_fits
 from tests import tiny
 
 
@@ -22,7 +22,15 @@ def _plan(kind: str = "llama", *, checkpointing: bool = False, **sections: Any) 
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("lora", [{}, {"type": "full"}, {"targets": ["q_proj"], "layers": 2, "type": "dora"}])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {},
+        {"type": "full"},
+        {"type": "full", "layers": 1},
+        {"targets": ["q_proj"], "layers": 2, "type": "dora"},
+    ],
+)
 def test_trainable_tensors_are_counted_exactly(kind: str, lora: dict[str, Any]) -> None:
     config = from_dict({"lora": lora})
     model = tiny.build(kind)
@@ -65,3 +73,25 @@ def test_what_fits_grows_with_memory() -> None:
         return sum(row["rows"] for row in found)
 
     assert rows(0) == 0 < rows(2**27) < rows(2**30)
+
+
+def test_a_pair_is_counted_whole() -> None:
+    settings = {"tokens_per_batch": 64, "max_seq": 129}
+    assert _plan(train=settings).tokens == 128
+    assert _plan(train={**settings, "objective": "dpo"}).tokens == 256
+    assert (
+        _plan(train={**settings, "objective": "dpo", "tokens_per_batch": 9999, "rows_per_batch": 2}).tokens
+        == 512
+    )
+
+
+def test_checkpointing_by_itself_is_planned_as_it_is_trained() -> None:
+    def planned(budget_bytes: int, **train: Any) -> bool:
+        config = from_dict({"train": train})
+        return plan_within(
+            budget_bytes, lambda on: _plan(checkpointing=on, train=train), config
+        ).checkpointing
+
+    plain = _plan().needed_bytes
+    assert not planned(10 * plain)
+    assert planned(plain) and not planned(plain, checkpointing=False)

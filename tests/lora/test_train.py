@@ -172,6 +172,8 @@ def test_packing_is_refused_where_rows_cannot_stand_alone() -> None:
         {"train": {"optimizer": "adamw", "epochs": 2}, "lora": {"dropout": 0.3, "plus_ratio": 4.0}},
         {"train": {"optimizer": "muon"}, "lora": {"type": "dora"}},
         {"train": {"optimizer": "lion", "packing": True}},
+        {"train": {"optimizer": "adafactor"}, "lora": {"type": "full", "layers": 1}},
+        {"train": {"optimizer": "adamw8bit"}, "lora": {"rank": 64, "targets": ["q_proj"]}},
     ],
 )
 def test_case_56_resume_is_bit_identical(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -381,3 +383,40 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert len(checkpoint.checkpoints(tmp_path)) == 2
     settings = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
     assert settings["lora_parameters"]["scale"] == 16.0
+
+
+def test_a_run_that_stopped_early_is_not_taken_further(tmp_path: Path) -> None:
+    """Killed behind its last checkpoint, it must end as the run that was not."""
+    config = _config(train={"lr": 5.0, "epochs": 20}, eval={"every": 1, "patience": 2}, lora={"layers": 1})
+    valid = _data(3, seed=5)
+    whole = _trainer(config, valid=valid, run=tmp_path).run()
+    again = _trainer(config, valid=valid, run=tmp_path)
+    again.resume()
+    outcome = again.run()
+    assert (outcome.why, outcome.steps, outcome.history) == ("early", whole.steps, [])
+
+
+def test_stopped_in_an_evaluation_it_is_done_again(tmp_path: Path) -> None:
+    config = _config(eval={"every": 2}, train={"steps": 4, "rows_per_batch": 1})
+    valid = _data(3, seed=5)
+    whole = _trainer(config, valid=valid, run=tmp_path / "whole").run()
+    stopped = _trainer(config, valid=valid, run=tmp_path / "cut")
+    loss, seen = stopped.stepper.loss, []
+
+    def stopping(*arguments: Any) -> tuple[float, int]:
+        seen.append(1)
+        stopped.stop.set()
+        return loss(*arguments)
+
+    stopped.stepper.loss = stopping  # type: ignore[method-assign]
+    with pytest.raises(Cancelled, match="after step 2"):
+        stopped.run()
+    assert len(seen) == 1  # of three batches
+    again = _trainer(config, valid=valid, run=tmp_path / "cut")
+    again.resume()
+    rest = again.run()
+    expected = [(e["kind"], e["step"], e["loss"]) for e in whole.history]
+    assert [(e["kind"], e["step"], e["loss"]) for e in [*stopped.history, *rest.history]] == expected
+    done = _trainer(config, valid=valid, run=tmp_path / "cut")
+    done.resume()
+    assert done.run().history == []  # nothing is trained or evaluated twice

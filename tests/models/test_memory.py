@@ -22,7 +22,6 @@ from mlxserve.models.load import load_folder
 from mlxserve.models.memory import (
     Estimate,
     kv_bytes,
-    kv_bytes_per_token,
     show_bytes,
     show_count,
     weigh,
@@ -166,7 +165,7 @@ def test_published_shapes(data: Path) -> None:
     }
     for name, values in by_hand.items():
         config = json.loads((data / "configs" / f"{name}.json").read_text())
-        assert kv_bytes_per_token(config) == 2 * values, name
+        assert kv_bytes(config, 1) == 2 * values, name
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
@@ -238,7 +237,7 @@ def test_the_packaged_model_takes_what_was_worked_out(smollm2: Path) -> None:
     assert show_count(found.weights.parameters) == "135M" and found.context == 8192
     assert found.weights.nbytes < smollm2.stat().st_size < found.weights.nbytes * 1.05
     # 30 layers x 2 x 3 KV heads x 64, two bytes each
-    assert kv_bytes_per_token(found.config) == 30 * 2 * 3 * 64 * 2
+    assert kv_bytes(found.config, 1) == 30 * 2 * 3 * 64 * 2
 
 
 def test_estimate_refuses_with_both_numbers() -> None:
