@@ -246,12 +246,14 @@ async def _serve(plan: Plan) -> None:
     from mlxserve.distributed.front import launched
     from mlxserve.engine.memory import machine_budget
     from mlxserve.server.app import make_app
-    from mlxserve.server.lifecycle import bind, serve, warnings_for
+    from mlxserve.server.lifecycle import allow_many_connections, bind, check_tls, serve, warnings_for
     from mlxserve.server.local import LocalLoader
     from mlxserve.server.models import ModelRegistry
 
     if launched() and len(plan.models) > 1:
         raise UsageError("Ranks serve one model; give --model once.", param="model")
+    check_tls(plan.server)
+    allow_many_connections()
     listener = bind(plan.server)
     on_cpu = mx.default_device() == mx.cpu
     names = [choice.name for choice in plan.models]

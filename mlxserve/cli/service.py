@@ -1,7 +1,7 @@
 """`mlxserve service`: the server as a launchd agent, which starts with the session and comes back after a crash.
 
 Knows: launchd's property lists (launchd.plist(5)) and `launchctl`. Does not know what `serve` does with its
-arguments; they are checked by running `serve --help`'s own parser before anything is written.
+arguments; they are checked by its own parser, and their file by its own reader, before anything is written.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ def log_file() -> Path:
 
 
 def agent(arguments: list[str]) -> dict[str, Any]:
-    """The agent's property list: restarted unless it ended well, throttled, its output in one file."""
+    """The agent's property list: restarted unless it ended well, throttled, its output in one file.
+
+    It runs in the folder where it was installed, so that relative paths mean what they meant there.
+    """
     log = str(log_file())
     return {
         "Label": LABEL,
         "ProgramArguments": [sys.executable, "-m", "mlxserve", "serve", *arguments],
+        "WorkingDirectory": os.getcwd(),
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 10,
@@ -49,7 +53,7 @@ def agent(arguments: list[str]) -> dict[str, Any]:
 
 def _environment() -> dict[str, str]:
     """What the server reads from the environment, as it is now; no keys are written to the file."""
-    kept = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "PATH")
+    kept = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "PATH", "XDG_CACHE_HOME", "XDG_DATA_HOME")
     return {name: os.environ[name] for name in kept if name in os.environ}
 
 
@@ -72,6 +76,11 @@ def install(arguments: tuple[str, ...]) -> None:
     fresh.chmod(0o600)
     fresh.replace(path)
     say(f"Wrote {path}")
+    if os.environ.get("MLXSERVE_API_KEY"):
+        say(
+            "Warning: MLXSERVE_API_KEY is not written into the agent; for a key, put api_keys into a file that "
+            "only you can read, and give --config FILE."
+        )
     if _launchctl("bootstrap", _domain(), str(path)):
         say(f"{'Restarted' if loaded else 'Started'}; it writes to {log_file()}")
     else:
@@ -81,6 +90,7 @@ def install(arguments: tuple[str, ...]) -> None:
 def _check_arguments(arguments: list[str]) -> None:
     """Refuses now what `serve` would refuse in the background, where nobody looks."""
     from mlxserve.cli.serve import serve
+    from mlxserve.server.settings import read_settings
 
     if any(word == "--api-key" or word.startswith("--api-key=") for word in arguments):
         raise UsageError(
@@ -88,7 +98,9 @@ def _check_arguments(arguments: list[str]) -> None:
             "file that only you can read, and give --config FILE.",
             param="--api-key",
         )
-    serve.make_context("serve", list(arguments))
+    said = serve.make_context("serve", list(arguments)).params
+    if said["config"] is not None:
+        read_settings(said["config"])
 
 
 @service.command()

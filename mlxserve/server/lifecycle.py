@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -26,6 +28,7 @@ from mlxserve.server.security import is_loopback
 
 log = logging.getLogger("mlxserve.server")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+MOST_FILES = 10_240  # macOS's OPEN_MAX; it refuses more than that
 _WATCH_S = 0.5
 _LAST_WORDS_S = 2.0  # for connections to take their error once engines are closed
 
@@ -113,6 +116,31 @@ def bind(config: ServerConfig) -> socket.socket:
             f"Cannot listen on {config.host} port {config.port}: {error.strerror or error}.", param="port"
         ) from None
     return listener
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Raises UsageError where the certificate and its key cannot be used, so that no model is loaded in vain."""
+    if config.tls_certificate is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # A key with a password would be asked for on the terminal, where there may be none.
+        context.load_cert_chain(config.tls_certificate, config.tls_key, password="")
+    except OSError as error:
+        files = f"{config.tls_certificate} and {config.tls_key}"
+        raise UsageError(
+            f"{files} are no certificate and key without a password: {error.strerror or error}.",
+            param="tls_certificate",
+        ) from None
+
+
+def allow_many_connections() -> None:
+    """Lets this process open as many files as it may: macOS begins with 256, fewer than there are clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system that allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def warnings_for(config: ServerConfig) -> list[str]:

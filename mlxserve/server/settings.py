@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import yaml
+from msgspec import Meta
 
 from mlxserve.config import EngineConfig, LoadConfig, ServerConfig
 from mlxserve.errors import UsageError
@@ -27,9 +28,41 @@ from mlxserve.server.fields import Part, part
 _WRITTEN: dict[Any, Any] = {Path: str, Path | None: str | None, tuple[Path, ...]: list[str]}
 
 
+# Which values are legal, where the type alone says too little.
+_CHOICES: dict[str, Any] = {
+    "log_format": Literal["text", "json"],
+    "dtype": Literal["auto", "float32", "float16", "bfloat16"],
+    "quantize_bits": Literal[2, 3, 4, 5, 6, 8] | None,
+    "quantize_group_size": Literal[32, 64, 128],
+    "kv_bits": Literal[4, 8, 16],
+    "kv_group_size": Literal[32, 64, 128],
+}
+_NONE_OF = {
+    "drain_s",
+    "keep_alive_s",
+    "load_wait_s",
+    "stored_responses",
+    "stored_response_bytes",
+}  # 0 is legal
+_RANGES = {"port": Meta(ge=0, le=65535)} | dict.fromkeys(_NONE_OF, Meta(ge=0))
+
+
+def _legal(name: str, hint: Any) -> Any:
+    """The type of one field with its range: numbers are above 0 unless said otherwise."""
+    if name in _CHOICES:
+        return _CHOICES[name]
+    if hint in _WRITTEN:
+        return _WRITTEN[hint]
+    number = next((each for each in (hint, *get_args(hint)) if each in (int, float)), None)
+    if number is None:
+        return hint
+    bounded = Annotated[number, _RANGES.get(name, Meta(gt=0))]  # type: ignore[valid-type]
+    return bounded | None if hint == number | None else bounded
+
+
 def _section(kind: type) -> type[msgspec.Struct]:
-    """A frozen dataclass's fields as an object to be read: each optional, none unknown."""
-    hints = {name: _WRITTEN.get(hint, hint) for name, hint in get_type_hints(kind).items()}
+    """A frozen dataclass's fields as an object to be read: each optional, none unknown or out of range."""
+    hints = {name: _legal(name, hint) for name, hint in get_type_hints(kind).items()}
     return msgspec.defstruct(
         kind.__name__,
         [(item.name, hints[item.name], msgspec.UNSET) for item in fields(kind)],

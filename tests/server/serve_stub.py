@@ -1,9 +1,13 @@
-"""A server process with a stub engine, for tests of signals: `python -m tests.server.serve_stub PORT [DRAIN_S]`."""
+"""A server process with a stub engine, for tests of signals and of TLS.
+
+python -m tests.server.serve_stub PORT DRAIN_S [PEM]
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxServeError
@@ -23,11 +27,11 @@ class Dying(StubEngine):
             yield delta
 
 
-async def main(port: int, drain_s: float) -> None:
+async def main(port: int, drain_s: float, pem: Path | None) -> None:
     loader = StubLoader()
     engine = loader.add(Dying())
     engine.script = ["tick ", 0.05] * 30
-    config = ServerConfig(port=port, drain_s=drain_s)
+    config = ServerConfig(port=port, drain_s=drain_s, tls_certificate=pem, tls_key=pem)
     models = ModelRegistry(loader, 1000)
     app = make_app(config, models)
     listener = bind(config)
@@ -38,7 +42,8 @@ async def main(port: int, drain_s: float) -> None:
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main(int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 15.0))
+        port, drain_s, *pem = sys.argv[1:]
+        asyncio.run(main(int(port), float(drain_s), Path(pem[0]) if pem else None))
     except MlxServeError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

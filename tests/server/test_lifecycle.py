@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -19,17 +21,30 @@ import pytest
 from mlxserve.config import ServerConfig
 from mlxserve.errors import UsageError
 from mlxserve.server.awake import Awake
-from mlxserve.server.lifecycle import bind
+from mlxserve.server.lifecycle import allow_many_connections, bind, check_tls
 from tests.conftest import ROOT
 
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
+PEM = Path(__file__).with_name("localhost.pem")
+LOCKED_KEY = """\
+-----BEGIN EC PRIVATE KEY-----
+Proc-Type: 4,ENCRYPTED
+DEK-Info: AES-256-CBC,C4B8B65E5012F3533CF007CA476DA3EF
+
+fltoFuMwWh95LKlbngnnKdd+1reIPkA9jYkAoNx9xEiH4vcf7B+YSVgphQ4Z7aNM
+TKjDxLOyzeT9u/mjuX3LS9OFli0NsONRQ60VWqGm2dkC0yHM1/IXCQ5XsWpfon18
+4kL/JmtYMeRkG5HqnF8wa68KJBs7l4xrrPhdCw3yJEE=
+-----END EC PRIVATE KEY-----
+"""
+
+
 class Process:
     """The stub server as a child."""
 
-    def __init__(self, drain_s: float) -> None:
-        command = [sys.executable, "-m", "tests.server.serve_stub", "0", str(drain_s)]
+    def __init__(self, drain_s: float, *more: str) -> None:
+        command = [sys.executable, "-m", "tests.server.serve_stub", "0", str(drain_s), *more]
         self.child = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -56,8 +71,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def process(drain_s: float = 15.0) -> Iterator[Process]:
-    made = Process(drain_s)
+def process(drain_s: float = 15.0, *more: str) -> Iterator[Process]:
+    made = Process(drain_s, *more)
     try:
         yield made
     finally:
@@ -120,6 +135,42 @@ def test_case_22_a_dead_engine_ends_the_process() -> None:
         httpx.post(f"{server.url}/v1/chat/completions", json=dying, timeout=60)
         assert server.ended() == 70
         assert port_is_free(server.port)
+
+
+def test_tls() -> None:
+    with process(1.0, str(PEM)) as server:
+        trusting = ssl.create_default_context(cafile=str(PEM))
+        url = f"https://localhost:{server.port}"
+        answer = httpx.post(f"{url}/v1/chat/completions", json={**CHAT, "max_tokens": 3}, verify=trusting)
+        assert answer.text.endswith("data: [DONE]\n\n")
+        with pytest.raises(httpx.ConnectError, match="certificate"):
+            httpx.get(f"{url}/health", timeout=60)  # whoever does not know the certificate
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{server.port}/health", timeout=60)
+
+
+def test_bad_tls_files_are_one_sentence(tmp_path: Path) -> None:
+    check_tls(ServerConfig())
+    check_tls(ServerConfig(tls_certificate=PEM, tls_key=PEM))
+    nonsense = tmp_path / "x.pem"
+    nonsense.write_text("x")
+    locked = tmp_path / "locked.pem"
+    locked.write_text(LOCKED_KEY)
+    for certificate, key in ((nonsense, PEM), (PEM, nonsense), (PEM, tmp_path / "nothing"), (PEM, locked)):
+        with pytest.raises(UsageError) as caught:
+            check_tls(ServerConfig(tls_certificate=certificate, tls_key=key))
+        assert str(key) in str(caught.value)
+
+
+def test_more_files_may_be_open_than_macos_begins_with() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(1024, before[0])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_taken_port_is_one_sentence() -> None:

@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from mlxserve.cli import service as service_module
@@ -114,6 +115,18 @@ def test_a_file_and_flags_over_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("models: [{pin: true}]", "name"),
         ("server: {port: 1", "YAML"),
         ("- a", "list"),
+        ("server: {port: 70000}", "server.port"),
+        ("server: {heartbeat_s: 0}", "server.heartbeat_s"),
+        ("server: {drain_s: .nan}", "server.drain_s"),
+        ("server: {keep_alive_s: -1}", "server.keep_alive_s"),
+        ("server: {memory_bytes: 0}", "server.memory_bytes"),
+        ("server: {log_format: xml}", "server.log_format"),
+        ("engine: {kv_bits: 5}", "engine.kv_bits"),
+        ("engine: {page_size: 0}", "engine.page_size"),
+        ("engine: {max_queue: -1}", "engine.max_queue"),
+        ("load: {dtype: int3}", "load.dtype"),
+        ("load: {quantize_bits: 7}", "load.quantize_bits"),
+        ("load: {context: 0}", "load.context"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, word: str) -> None:
@@ -123,6 +136,21 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path, text: str, word: str) -> N
         make_plan([], False, path, {}, LoadConfig(), EngineConfig(), set())
     assert str(path) in str(caught.value)
     assert word in str(caught.value)
+
+
+def test_a_file_may_say_every_setting(tmp_path: Path) -> None:
+    """What `config` says itself is legal, so no default is out of the ranges that a file is held to."""
+    sections = {"server": ServerConfig(), "load": LoadConfig(), "engine": EngineConfig()}
+    said = {
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(kind).items()}
+        for name, kind in sections.items()
+    }
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(said))
+    plan = make_plan([], False, path, {}, LoadConfig(), EngineConfig(), set())
+    assert {field: getattr(plan.engine, field) for field in said["engine"]} == said["engine"]
+    assert plan.load == LoadConfig()
+    assert plan.server.heartbeat_s == ServerConfig().heartbeat_s
 
 
 @pytest.mark.parametrize(
@@ -198,6 +226,7 @@ def test_install_status_uninstall(home: Path, capsys: pytest.CaptureFixture[str]
     ]  # fmt: skip
     assert agent["KeepAlive"] == {"SuccessfulExit": False}
     assert agent["RunAtLoad"] is True
+    assert agent["WorkingDirectory"] == os.getcwd()  # launchd's own is /, where no relative path is right
     assert Path(agent["StandardErrorPath"]).parent.is_dir()
     assert path.stat().st_mode & 0o077 == 0
     capsys.readouterr()
@@ -208,8 +237,27 @@ def test_install_status_uninstall(home: Path, capsys: pytest.CaptureFixture[str]
     assert main(["service", "uninstall"]) == 2
 
 
+def test_a_key_in_the_environment_is_not_lost_silently(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXSERVE_API_KEY", "s3cret")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert main(["service", "install"]) == 0
+    assert "MLXSERVE_API_KEY is not written" in capsys.readouterr().err
+    written = (home / "Library" / "LaunchAgents" / "io.mlxserve.serve.plist").read_bytes()
+    assert b"s3cret" not in written
+    assert plistlib.loads(written)["EnvironmentVariables"]["XDG_DATA_HOME"] == "/data"
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--prot", "1"], ["--port", "high"], ["--api-key", "secret"], ["--api-key=secret"]]
+    "arguments",
+    [
+        ["--prot", "1"],
+        ["--port", "high"],
+        ["--api-key", "secret"],
+        ["--api-key=secret"],
+        ["--config", "/nowhere/serve.yaml"],
+    ],
 )
 def test_what_serve_would_refuse_is_refused_at_once(home: Path, arguments: list[str]) -> None:
     assert main(["service", "install", *arguments]) == 2
