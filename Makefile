@@ -52,9 +52,9 @@ check: $(VENV)/tested $(VENV)/test-models ## the tests alone
 
 test: lint types check ## lint, types and tests
 
-soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, every mutant of every kernel
+soak: $(VENV)/tested $(VENV)/test-models ## long lives: 2,000 requests a case, every mutant of every kernel, a 4-bit QLoRA
 	MLXSERVE_SOAK=2000 MLXSERVE_ALL_MUTANTS=1 $(BIN)/pytest tests/engine/test_soak.py tests/metal/test_mutants.py \
-		tests/kernels_metal/test_paged_mutants.py
+		tests/kernels_metal/test_paged_mutants.py tests/lora/test_qlora.py
 
 test-peft: $(VENV)/tested ## adapters against PEFT's own forward pass (installs PyTorch)
 	$(BIN)/pip install --quiet --editable ".[$(TEST_EXTRAS)$(COMMA)test-peft]"

@@ -25,7 +25,7 @@ from mlxserve.distributed.division import Division
 from mlxserve.distributed.frames import Kind, decode_names, decode_refusal
 from mlxserve.distributed.handover import Packed, unpack
 from mlxserve.distributed.rank import RankContext
-from mlxserve.engine.adapters import Adapters
+from mlxserve.engine.adapters import Adapters, require_memory
 from mlxserve.errors import MlxServeError, ModelInvalid
 from mlxserve.models.adapters import Adapter
 from mlxserve.models.load import LoadedModel
@@ -60,9 +60,10 @@ class Layers:
         self._model = loaded.model
 
     def part(self, adapter: Adapter) -> Adapter:
-        if not adapter.paths:
-            check_fit(self._model, adapter)
-        return own_part(self._model, adapter)
+        mine = own_part(self._model, adapter)
+        if mine.paths or not adapter.paths:
+            check_fit(self._model, mine)
+        return mine
 
     def sum_squares(self, path: str, own: mx.array) -> mx.array:
         return own
@@ -101,29 +102,21 @@ class RankAdapters(Adapters):
         self.stack = AdapterStack(loaded.model, loaded.dtype, holding.sum_squares)
         self._crew, self._holding = crew, holding
 
+    def _require_memory(self, adapter: Adapter, name: str) -> None:
+        super()._require_memory(self._holding.part(adapter), name)
+
     def _add(self, adapter: Adapter, digest: str) -> int:
-        """On every rank, or on none."""
+        """On every rank, or on none: it is offered to all, and put on when nobody has a reason against it."""
         mine = self._holding.part(adapter)
-        for more, parts in pack(digest, adapter):
-            self._crew.send_all(Kind.ADAPTER, more, *parts)
         try:
-            return self._add_here(mine, digest, adapter)
+            for more, parts in pack(digest, adapter):
+                self._crew.send_all(Kind.ADAPTER, more, *parts)
+            _require_complete(adapter, mine, self._crew.replies())
+            self._crew.send_all(Kind.ADOPT, 0)
+            return super()._add(mine, digest) if mine.paths else 0
         except MlxServeError:
             self._crew.send_all(Kind.DROP, 0, digest.encode())
             raise
-
-    def _add_here(self, mine: Adapter, digest: str, whole: Adapter) -> int:
-        """This rank's part, while the others add theirs; then what they say to it."""
-        try:
-            member = super()._add(mine, digest) if mine.paths else 0
-        finally:
-            replies = self._crew.replies()
-        try:
-            _require_complete(whole, mine, replies)
-        except BaseException:
-            self.stack.remove(member)
-            raise
-        return member
 
     def _remove(self, member: int, digest: str) -> None:
         super()._remove(member, digest)
@@ -149,16 +142,18 @@ def _require_complete(whole: Adapter, mine: Adapter, replies: Sequence[Frame]) -
 class FollowerAdapters:
     """Another rank's part of the adapters that rank 0 has sent."""
 
-    def __init__(self, loaded: LoadedModel, holding: Holding) -> None:
-        self.stack = AdapterStack(loaded.model, loaded.dtype, holding.sum_squares)
-        self._holding = holding
+    def __init__(self, context: RankContext, loaded: LoadedModel) -> None:
+        self._holding = holding(context, loaded)
+        self._rank = context.rank
+        self.stack = AdapterStack(loaded.model, loaded.dtype, self._holding.sum_squares)
+        self._offered: tuple[str, Adapter] | None = None
         self._ids: dict[str, int] = {}
         self._come: dict[str, mx.array] = {}
 
     def take(self, payload: bytearray, more: int) -> list[str] | None:
-        """Keep what belongs here; the paths of layers that are elsewhere. None while `more` frames follow.
+        """Look at what is offered; the paths of layers that are elsewhere. None while `more` frames follow.
 
-        Raises as AdapterStack.add.
+        Raises what is wrong with it, and DoesNotFit where this rank has no room for its part.
         """
         digest, adapter = unpack_adapter(payload)
         self._come |= adapter.arrays
@@ -166,11 +161,19 @@ class FollowerAdapters:
             return None
         adapter.arrays, self._come = self._come, {}
         mine = self._holding.part(adapter)
-        self._ids[digest] = self.stack.add(mine) if mine.paths else 0
+        require_memory(self.stack, mine, f"The adapter's part on rank {self._rank}")
+        self._offered = digest, mine
         return sorted(set(adapter.paths) - set(mine.paths))
+
+    def adopt(self) -> None:
+        """Put on what was offered last; every rank does so at once, since they may have to add something up."""
+        assert self._offered is not None
+        (digest, mine), self._offered = self._offered, None
+        self._ids[digest] = self.stack.add(mine) if mine.paths else 0
 
     def drop(self, digest: str) -> None:
         """Nothing where it was refused."""
+        self._offered = None
         self.stack.remove(self._ids.pop(digest, 0))
 
     def id_of(self, digest: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxserve.distributed import collective
-from mlxserve.distributed.adapters import FollowerAdapters, holding
+from mlxserve.distributed.adapters import FollowerAdapters
 from mlxserve.distributed.channel import Channel, Frame
 from mlxserve.distributed.frames import (
     DIGEST_BYTES,
@@ -71,7 +71,7 @@ class Follower:
         self._loaded = loaded
         self._stage = stage
         self._ledger = Ledger()
-        self._adapters = FollowerAdapters(loaded, holding(context, loaded))
+        self._adapters = FollowerAdapters(context, loaded)
         self._outbox = Outbox(self._failed)
 
     def run(self) -> None:
@@ -126,6 +126,8 @@ class Follower:
                 self._embed(runner, frame)
             elif frame.kind == Kind.ADAPTER:
                 self._take_adapter(frame)
+            elif frame.kind == Kind.ADOPT:
+                self._adapters.adopt()
             elif frame.kind == Kind.DROP:
                 self._adapters.drop(frame.payload.decode())
             else:

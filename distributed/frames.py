@@ -44,6 +44,7 @@ class Kind(IntEnum):
     # layers that a rank does not have
     DROP = 13  # rank 0 → all: an adapter that nobody uses any more
     REFUSED = 14  # all → rank 0: in place of an answer, why not
+    ADOPT = 15  # rank 0 → all: put the adapter on that was offered
 
 
 class Diverged(EngineStopped):
@@ -338,7 +339,9 @@ def encode_error(error: BaseException) -> bytes:
 
 def decode_refusal(body: bytes | bytearray) -> MlxServeError:
     """The error of a rank that goes on: what was asked of it is at fault."""
-    name, sentence, *_ = msgspec.msgpack.decode(body, type=tuple[str, str, int, int])
+    name, sentence, needed, available = msgspec.msgpack.decode(body, type=tuple[str, str, int, int])
+    if name == DoesNotFit.__name__:
+        return DoesNotFit(sentence, needed_bytes=needed, available_bytes=available)
     return Unsupported(sentence) if name == Unsupported.__name__ else ModelInvalid(sentence)
 
 

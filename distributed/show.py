@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from mlxserve.config import GIB
 from mlxserve.distributed.estimate import Speed
+from mlxserve.distributed.shapes import find_shape
+from mlxserve.models.aliases import is_alias
 from mlxserve.models.memory import show_count
 
 if TYPE_CHECKING:
@@ -90,20 +92,20 @@ def closing(plan: Plan) -> list[str]:
         lines.append(f"It does not fit. What would do: {'; '.join(plan.advice) or 'more memory'}.")
     lines += plan.notes
     if any(option.full is not None for option in plan.options):
-        lines.append(
-            "Tokens a second are an estimate for one sequence, ±35 %, unverified on Macs. What it really does: "
-            + measuring(plan)
-        )
+        estimate = "Tokens a second are an estimate for one sequence, ±35 %, unverified on Macs."
+        lines.append(f"{estimate} What it really does: {measuring(plan)}" if plan.fits else estimate)
     lines.append(f"Plan {plan.digest}.")
     return lines
 
 
 def measuring(plan: Plan) -> str:
-    """The command whose last line is the true speed."""
+    """The command whose last line is the true speed. A built-in shape names no files, so a model stands open."""
     bits = f" --quantize {plan.bits}" if plan.bits else ""
+    fetched = "/" in plan.model or is_alias(plan.model)
+    model = "MODEL" if not fetched and find_shape(plan.model) else plan.model
     return (
         f"mlxserve launch --hosts FILE --split {plan.split} -- "
-        f"generate --model {plan.model}{bits} --prompt 'Tell me a story.'"
+        f"generate --model {model}{bits} --prompt 'Tell me a story.'"
     )
 
 

@@ -3,12 +3,14 @@
 //
 // A step takes two units (64 weights) of every row: thread t unpacks unit t % 2 of row t / 2, whole, so that
 // a byte is loaded once by one lane; the columns of x are gathered in the same order (runs of 8 or more),
-// since the order of a sum is free. Weights are read once for 32 vectors.
+// since the order of a sum is free. Weights are read once for 32 vectors: what the units of a block share
+// (`Rows::Head`) stays in registers for the Rows::STEPS steps in which the thread goes through the block.
 //
 // Threadgroup memory: (64 + 32) rows of 64 + 8 values of T; 13.5 KiB for 16-bit T, 27 KiB for float32. The 8
 // spare values keep rows apart in the banks. The result passes through the same memory.
 // Barriers: two a step (the tiles are full; the tiles are used up), three at the end.
-// Registers: 8 accumulators of 2 values, 6 operands of 2, one unit (up to 12) with its addresses: about 50.
+// Registers: 8 accumulators of 2 values, 6 operands of 2, a head (up to 16 words of 16 bits, so 8), one unit
+// (up to 12) with its addresses: about 60. A head lives from step to step; a unit goes to the tile at once.
 
 constant constexpr int TILE_VECTORS = 32;
 constant constexpr int TILE_ROWS = 64;
@@ -17,16 +19,20 @@ constant constexpr int PITCH = STEP + 8;
 constant constexpr int POOL_VALUES = (TILE_VECTORS + TILE_ROWS) * PITCH;
 
 // Unpack this thread's unit of step `step` into its place in `tile` [TILE_ROWS, PITCH]; zeros beyond the end.
+// `head` is the thread's own, of the block that it is in: loaded with the block's first step.
 template <typename Rows, typename T>
 inline void fill_weights(
-    threadgroup T* tile, const Rows weights, const int rows, const int units, const int step,
-    const int thread_index) {
+    threadgroup T* tile, const Rows weights, thread typename Rows::Head& head, const int rows,
+    const int units, const int step, const int thread_index) {
   typedef typename Rows::Unit Unit;
   const int row = thread_index / 2;
   const int unit = step * 2 + thread_index % 2;
   threadgroup T* values = tile + row * PITCH + thread_index % 2 * UNIT_WEIGHTS;
   if (row < rows && unit < units) {
-    const Unit held = weights.load(row, unit);
+    if (step % Rows::STEPS == 0) {
+      head = weights.head(row, unit);
+    }
+    const Unit held = weights.load(head, row, unit);
     UNROLL
     for (int i = 0; i < UNIT_WEIGHTS; i++) {
       const int part = i / Unit::LENGTH;
@@ -100,10 +106,11 @@ inline void multiply_tile(
       sums[i][j] = simdgroup_matrix<float, 8, 8>(0.0f);
     }
   }
+  typename Rows::Head head = typename Rows::Head();
   const int units = columns / UNIT_WEIGHTS;
   for (int step = 0; step < (units + 1) / 2; step++) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the previous step's tiles are used up
-    fill_weights(w_tile, weights, rows, units, step, thread_index);
+    fill_weights(w_tile, weights, head, rows, units, step, thread_index);
     fill_vectors<Rows>(x_tile, x, vectors, columns, step, thread_index);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles are full
     multiply_tiles(x_tile + first_vector * PITCH, w_tile + first_row * PITCH, sums);

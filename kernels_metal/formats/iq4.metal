@@ -15,7 +15,7 @@ constant float LEVELS[16] = {
 template <bool SCALED>
 struct Levels {
   static constant constexpr int WEIGHTS = SCALED ? 256 : 32;
-  static constant constexpr int HEAD = SCALED ? 4 : 1;
+  static constant constexpr int HEAD = SCALED ? 4 : 1;  // the words before the nibbles
   static constant constexpr int WORDS = HEAD + WEIGHTS / 4;
   static constant constexpr int LENGTH = 16;
   static constant constexpr int STRIDE = 16;
@@ -23,11 +23,16 @@ struct Levels {
   ushort low[8];
   float d;
 
-  void load(const device ushort* block, const int unit) {
-    d = half_of(block[0]);
+  static int head_word(const int slot, const int) {
+    return slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int unit) {
+    d = half_of(head.at(0));
     if (SCALED) {
-      const int bits = (block[HEAD - 2 + unit / 4] >> (4 * (unit % 4))) & 15;
-      const int top = (block[HEAD - 3] >> (2 * unit)) & 3;
+      const int bits = (head.either(unit >= 4, SCALED ? 2 : 0, SCALED ? 3 : 0) >> (4 * (unit % 4))) & 15;
+      const int top = (head.at(SCALED ? 1 : 0) >> (2 * unit)) & 3;
       d *= float((bits | (top << 4)) - 32);
     }
     UNROLL

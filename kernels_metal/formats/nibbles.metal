@@ -10,7 +10,7 @@
 template <bool FIFTH, bool OFFSET>
 struct Nibbles {
   static constant constexpr int WEIGHTS = 32;
-  static constant constexpr int HEAD = 1 + (OFFSET ? 1 : 0);
+  static constant constexpr int HEAD = 1 + (OFFSET ? 1 : 0);  // d, m
   static constant constexpr int WORDS = HEAD + (FIFTH ? 2 : 0) + 8;
   static constant constexpr int LENGTH = 16;
   static constant constexpr int STRIDE = 16;
@@ -20,9 +20,14 @@ struct Nibbles {
   float d;
   float m;
 
-  void load(const device ushort* block, const int) {
-    d = half_of(block[0]);
-    m = OFFSET ? half_of(block[HEAD - 1]) : (FIFTH ? -16.0f : -8.0f) * d;
+  static int head_word(const int slot, const int) {
+    return slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int) {
+    d = half_of(head.at(0));
+    m = OFFSET ? half_of(head.at(HEAD - 1)) : (FIFTH ? -16.0f : -8.0f) * d;
     UNROLL
     for (int i = 0; i < 2; i++) {
       fifth[i] = FIFTH ? block[HEAD + i] : ushort(0);

@@ -10,6 +10,7 @@
 struct BitPairs {
   static constant constexpr int WEIGHTS = 256;
   static constant constexpr int WORDS = 42;
+  static constant constexpr int HEAD = 10;  // the scales and offsets, d, dmin
   static constant constexpr int LENGTH = 8;
   static constant constexpr int STRIDE = 32;
 
@@ -18,16 +19,21 @@ struct BitPairs {
   float d;
   float dmin;
 
-  void load(const device ushort* block, const int unit) {
+  static int head_word(const int slot, const int) {
+    return slot < 8 ? slot : 32 + slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int unit) {
     const int h = unit / 4;
     const int quarter = unit % 4;
     UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[8 + 16 * h + 4 * quarter + i];
-      scales[i] = uchar((block[4 * h + i] >> (8 * (quarter / 2))) & 0xff);
+      scales[i] = uchar((head.either(h == 1, i, 4 + i) >> (8 * (quarter / 2))) & 0xff);
     }
-    d = half_of(block[40]);
-    dmin = half_of(block[41]);
+    d = half_of(head.at(8));
+    dmin = half_of(head.at(9));
   }
 
   static int first(const int unit) {

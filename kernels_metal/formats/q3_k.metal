@@ -12,6 +12,7 @@
 struct BitTriples {
   static constant constexpr int WEIGHTS = 256;
   static constant constexpr int WORDS = 55;
+  static constant constexpr int HEAD = 15;  // the third bits of a side, the scales, d
   static constant constexpr int LENGTH = 8;
   static constant constexpr int STRIDE = 32;
 
@@ -19,17 +20,23 @@ struct BitTriples {
   ushort high[4];
   float scales[4];
 
-  void load(const device ushort* block, const int unit) {
+  static int head_word(const int slot, const int side) {
+    return slot < 8 ? slot / 4 * 8 + 4 * side + slot % 4 : 40 + slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int unit) {
     const int h = unit / 4;
     const int quarter = unit % 4;
     const int shift = 8 * (quarter / 2) + 4 * h;
-    const float d = half_of(block[54]);
+    const float d = half_of(head.at(14));
+    const ushort tops[2] = {head.at(12), head.at(13)};
     UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[16 + 16 * h + 4 * quarter + i];
-      high[i] = ushort((block[4 * quarter + i] >> (4 * h)) & 0x0f0f);
-      const int bits = (block[48 + i] >> shift) & 15;
-      const int top = (block[52 + i % 2] >> (shift + 2 * (i / 2))) & 3;
+      high[i] = ushort((head.either(quarter / 2 == 1, i, 4 + i) >> (4 * h)) & 0x0f0f);
+      const int bits = (head.at(8 + i) >> shift) & 15;
+      const int top = (tops[i % 2] >> (shift + 2 * (i / 2))) & 3;
       scales[i] = d * float((bits | (top << 4)) - 32);
     }
   }

@@ -12,6 +12,7 @@ template <bool FIFTH>
 struct ScaledNibbles {
   static constant constexpr int WEIGHTS = 256;
   static constant constexpr int WORDS = 72 + (FIFTH ? 16 : 0);
+  static constant constexpr int HEAD = 8 + (FIFTH ? 8 : 0);  // the first eight words, fifth bits of a side
   static constant constexpr int LENGTH = 16;
   static constant constexpr int STRIDE = 32;
 
@@ -22,22 +23,27 @@ struct ScaledNibbles {
   float d;
   float dmin;
 
-  void load(const device ushort* block, const int unit) {
+  static int head_word(const int slot, const int side) {
+    return slot + (slot < 8 ? 0 : 8 * side);
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int unit) {
     const int group = unit / 2;
     const int half_group = unit % 2;
-    d = half_of(block[0]);
-    dmin = half_of(block[1]);
+    d = half_of(head.at(0));
+    dmin = half_of(head.at(1));
     // Sub-blocks 0-3 keep scale and offset in the low six bits of bytes 0-3 and 4-7; sub-blocks 4-7 their
     // low four bits in the nibbles of bytes 8-11 and the high two in the top of bytes 0-3 and 4-7.
-    const ushort a = block[2 + group % 2];
-    const ushort b = block[4 + group % 2];
-    const ushort c = block[6 + group % 2];
+    const ushort a = head.either(group % 2 == 1, 2, 3);
+    const ushort b = head.either(group % 2 == 1, 4, 5);
+    const ushort c = head.either(group % 2 == 1, 6, 7);
     scales = ushort(group < 2 ? a & 0x3f3f : (c & 0x0f0f) | ((a >> 2) & 0x3030));
     offsets = ushort(group < 2 ? b & 0x3f3f : ((c >> 4) & 0x0f0f) | ((b >> 2) & 0x3030));
     UNROLL
     for (int i = 0; i < 8; i++) {
       low[i] = block[WORDS - 64 + 16 * group + 8 * half_group + i];
-      fifth[i] = FIFTH ? ushort((block[8 + 8 * half_group + i] >> (2 * group)) & 0x0303) : ushort(0);
+      fifth[i] = FIFTH ? ushort((head.at(FIFTH ? 8 + i : 0) >> (2 * group)) & 0x0303) : ushort(0);
     }
   }
 

@@ -12,6 +12,7 @@
 struct SixBits {
   static constant constexpr int WEIGHTS = 256;
   static constant constexpr int WORDS = 105;
+  static constant constexpr int HEAD = 9;  // the scales, d
   static constant constexpr int LENGTH = 8;
   static constant constexpr int STRIDE = 32;
 
@@ -19,16 +20,21 @@ struct SixBits {
   ushort high[4];
   float scales[4];
 
-  void load(const device ushort* block, const int unit) {
+  static int head_word(const int slot, const int) {
+    return 96 + slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int unit) {
     const int h = unit / 4;
     const int quarter = unit % 4;
-    const float d = half_of(block[104]);
+    const float d = half_of(head.at(8));
     UNROLL
     for (int i = 0; i < 4; i++) {
       low[i] = block[32 * h + 4 * quarter + i];
       low[4 + i] = block[32 * h + 16 + 4 * quarter + i];
       high[i] = block[64 + 16 * h + 4 * quarter + i];
-      scales[i] = d * float(signed_byte(block[96 + 4 * h + i], quarter / 2));
+      scales[i] = d * float(signed_byte(head.either(h == 1, i, 4 + i), quarter / 2));
     }
   }
 

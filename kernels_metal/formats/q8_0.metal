@@ -8,14 +8,20 @@
 struct Bytes {
   static constant constexpr int WEIGHTS = 32;
   static constant constexpr int WORDS = 17;
+  static constant constexpr int HEAD = 1;  // d
   static constant constexpr int LENGTH = 32;
   static constant constexpr int STRIDE = 32;
 
   ushort codes[16];
   float d;
 
-  void load(const device ushort* block, const int) {
-    d = half_of(block[0]);
+  static int head_word(const int slot, const int) {
+    return slot;
+  }
+
+  template <typename Head>
+  void load(const Head head, const device ushort* block, const int) {
+    d = half_of(head.at(0));
     UNROLL
     for (int i = 0; i < 16; i++) {
       codes[i] = block[1 + i];

@@ -5,18 +5,23 @@ Knows: flags, and which commands run on every rank. Starting and watching them i
 
 from __future__ import annotations
 
+import shutil
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from mlxserve.cli.common import say
 from mlxserve.distributed.supervise import Rules
 from mlxserve.errors import UsageError
 
 # Commands that run once, in front of ranks that have their model.
-FRONTS = ("serve", "generate")
+FRONTS = ("serve", "generate", "chat")
+# What only ranks that serve a model heed.
+FRONT_OPTIONS = ("split", "deadline", "sweep", "restarts")
 
 if TYPE_CHECKING:
     from mlxserve.distributed.hosts import Host, Hostfile
@@ -31,7 +36,7 @@ if TYPE_CHECKING:
 @click.option(
     "--split",
     metavar="tensor:2|pipeline:76,50",
-    help="How serve and generate divide the model.  [default: the plan's]",
+    help="How serve, generate and chat divide the model.  [default: the plan's]",
 )
 @click.option(
     "--deadline",
@@ -58,7 +63,9 @@ if TYPE_CHECKING:
 )
 @click.option("--verbose", is_flag=True, help="Show what every rank writes.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
 def launch(
+    ctx: click.Context,
     hosts: Path | None,
     count: int | None,
     backend: str | None,
@@ -73,13 +80,14 @@ def launch(
 
     For example: mlxserve launch --hosts FILE -- serve --model MODEL
 
-    COMMAND is serve or generate, which run here with their model divided over the ranks; or any other of
+    COMMAND is serve, generate or chat, which run here with their model divided over the ranks; or any other of
     mlxserve's commands or a program, which run on every rank with MLX's distributed variables set, rank 0's
     output being shown. The exit code is 0 only if no rank failed for good.
     """
     from mlxserve.distributed.fleet import choose_backend
     from mlxserve.distributed.launch import run_everywhere, run_front
 
+    _refuse_unheeded(ctx, command)
     hostfile = ranks(hosts, count)
     backend = choose_backend(hostfile, backend)
     if command[0] in FRONTS:
@@ -91,6 +99,23 @@ def launch(
         code = run_everywhere(hostfile, argv_on, backend=backend, verbose=verbose, say=say)
     if code:
         sys.exit(code)
+
+
+def _refuse_unheeded(ctx: click.Context, command: tuple[str, ...]) -> None:
+    """Raise UsageError for a command that is none, and for an option that this one would not heed."""
+    from mlxserve.cli.main import COMMANDS
+
+    name = command[0]
+    near = get_close_matches(name, COMMANDS, n=1)
+    if near and name not in COMMANDS and shutil.which(name) is None:
+        raise UsageError(f"{name} is no command of mlxserve and no program here; did you mean {near[0]}?")
+    said = [o for o in FRONT_OPTIONS if ctx.get_parameter_source(o) is ParameterSource.COMMANDLINE]
+    if said and name not in FRONTS:
+        own = "; give lora train its own --split behind it" if said[0] == "split" and name == "lora" else ""
+        raise UsageError(
+            f"--{said[0]} is for {', '.join(FRONTS[:-1])} and {FRONTS[-1]}; {name} runs on every rank as it is{own}.",
+            param=said[0],
+        )
 
 
 def ranks(hosts: Path | None, count: int | None) -> Hostfile:

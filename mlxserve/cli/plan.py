@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,8 @@ def _plan(
     from mlxserve.distributed.sources import facts_of
 
     facts = facts_of(model, bits, {len(hosts)})
+    if Path(model).exists():
+        facts = replace(facts, name=model)  # as launch takes it, too
     mode, bounds = _asked(split, facts, len(hosts))
     made = make_plan(facts, hosts, context, mode, bounds, sequences=sequences, kv_bits=kv_bits, link=link)
     return made if made.fits else _with_fewer_bits(made, model, bits)
@@ -155,15 +158,18 @@ def _asked(split: str | None, facts: Facts, size: int) -> tuple[Mode | None, tup
     asked = Split.parse(split, facts.layers)
     if asked.size != size:
         raise UsageError(
-            f"--split {split} names {asked.size} ranks, and there are {size} hosts.", param="split"
+            f"--split {split} names {_counted(asked.size, 'rank')} for {_counted(size, 'host')}.",
+            param="split",
         )
     return asked.mode, asked.bounds or None
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _with_fewer_bits(made: Plan, model: str, bits: int | None) -> Plan:
     """The plan with the most bits that would fit as a further advice; packed weights stay as they are."""
-    from dataclasses import replace
-
     from mlxserve.distributed.plan import make_plan
     from mlxserve.distributed.sources import facts_of
 

@@ -120,13 +120,7 @@ class Adapters:
         return info
 
     def _require_memory(self, adapter: Adapter, name: str) -> None:
-        needed, free = self.stack.bytes_of(adapter), machine_budget() - mx.get_active_memory()
-        if needed > free:
-            raise DoesNotFit(
-                f"The adapter '{name}' takes {needed:,} bytes and {max(free, 0):,} are free.",
-                needed_bytes=needed,
-                available_bytes=max(free, 0),
-            )
+        require_memory(self.stack, adapter, f"The adapter '{name}'")
 
     def _add(self, adapter: Adapter, digest: str) -> int:
         """Put it on the model; its number there. Raises what is wrong with it, and then nothing changed."""
@@ -178,3 +172,14 @@ class Adapters:
         if not base or base.rstrip("/").rpartition("/")[2].lower() in endings:
             return ""
         return f"The adapter '{name}' names {base} as its base; it is served on {self.loaded.name}."
+
+
+def require_memory(stack: AdapterStack, adapter: Adapter, what: str) -> None:
+    """Raise DoesNotFit unless this machine has room for one more adapter; `what` begins the sentence."""
+    needed, free = stack.bytes_of(adapter), machine_budget() - mx.get_active_memory()
+    if needed > free:
+        raise DoesNotFit(
+            f"{what} takes {needed:,} bytes and {max(free, 0):,} are free.",
+            needed_bytes=needed,
+            available_bytes=max(free, 0),
+        )

@@ -6,9 +6,10 @@ The budget follows what is measured: after a step that used it up, it is scaled 
 within bounds, so that it settles where a step takes the goal, whatever the machine's costs are and however
 they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
 
-The goal is the target. Where the streams alone take most of it, or more, no budget could keep it, and prompts
-would trickle in beside half-empty batches: there a step may take `STRETCH` times what it takes without any
-prompt. That time is seen whenever no prompt is waiting; where one always is, one step goes without, to see it.
+The goal is a little below the target. Where the streams alone take more than half of the target it is
+`STRETCH` times what they take: as long as they leave room for prompts, up to the target, and beyond it once no
+budget could keep the target, so that prompts do not trickle in beside half-empty batches. What streams take is
+seen whenever no prompt is waiting; where one always is, one step goes without, to see it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 # Aim a little below the target: steps vary, and a step is not interrupted.
 MARGIN = 0.8
 SLOWEST_CHANGE, FASTEST_CHANGE = 0.6, 1.5
-STRETCH = 1.5
+STRETCH = 2.0
 
 
 @dataclass(slots=True)
@@ -78,9 +79,12 @@ class Pace:
     def _goal_s(self, streams: int) -> float:
         """How long a step with prompts may take."""
         goal_s = self.target_s * MARGIN
-        if self._bare is not None and self._bare.tells_of(streams):
-            goal_s = max(goal_s, self._bare.elapsed_s * STRETCH)
-        return goal_s
+        if self._bare is None or not self._bare.tells_of(streams):
+            return goal_s
+        stretched_s = self._bare.elapsed_s * STRETCH
+        if self._bare.elapsed_s < goal_s:  # the target can be kept
+            stretched_s = min(stretched_s, self.target_s)
+        return max(goal_s, stretched_s)
 
     def _should_look(self, streams: int) -> bool:
         """Whether the budget is as small as can be and it is not known if the streams are the reason."""

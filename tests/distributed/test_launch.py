@@ -62,6 +62,30 @@ def test_verbose_shows_every_rank(marked: Marked) -> None:
     assert "[rank 1 (local1)] from 1" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--split", "tensor:2", "--", "lora", "train"],
+            "--split is for serve, generate and chat; lora runs on every",
+        ),
+        (
+            ["--restarts", "1", "--", "true"],
+            "--restarts is for serve, generate and chat; true runs on every rank",
+        ),
+        (
+            ["--", "serv", "--model", "x"],
+            "serv is no command of mlxserve and no program here; did you mean serve?",
+        ),
+    ],
+)
+def test_what_would_not_be_heeded_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "-n", "2", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------
 
 

@@ -223,7 +223,13 @@ def test_a_disk_cache_is_refused(pair: Pair, tmp_path: Path) -> None:
         pair.lead(cache_dir=tmp_path)
 
 
-def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pair, tmp_path: Path) -> None:
+def _no_room(stack: object, adapter: object, what: str) -> None:
+    raise DoesNotFit(f"{what} takes 9 bytes and 5 are free.", needed_bytes=9, available_bytes=5)
+
+
+def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair.follow()
     engine = pair.lead()
     deeper, other = tiny.build("llama", num_hidden_layers=4), tiny.build("llama", intermediate_size=96)
@@ -237,6 +243,12 @@ def test_an_adapter_that_fits_no_rank_is_refused_and_the_engine_goes_on(pair: Pa
         engine.adapters.load("full", full)
     with pytest.raises(ModelInvalid, match=r"model\.layers\.2\.mlp\.down_proj"):  # rank 1 says so
         engine.adapters.load("wide", tmp_path / "wide")
+    small = write_adapter(tmp_path / "small", tiny.build("llama"), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxserve.distributed.adapters.require_memory", _no_room)
+        with pytest.raises(DoesNotFit, match="The adapter's part on rank 1 takes 9 bytes") as caught:
+            engine.adapters.load("small", small)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (9, 5)
     assert not engine.adapters.listed and not engine.adapters.stack.nbytes
     (answer,) = run(engine, [request([5, 6, 7], 4)])
     assert len(answer.tokens) == 4

@@ -221,6 +221,19 @@ def test_no_such_rank() -> None:
         plan.rank(2)
 
 
+def test_the_command_to_measure_by_can_be_run(llama_405b: Facts, tmp_path: Path) -> None:
+    """A built-in shape has no files, a folder goes by its path; where nothing fits there is nothing to run."""
+    shape = str(make_plan(llama_405b, UNEVEN))
+    assert "generate --model MODEL --quantize 4 --prompt" in shape
+    small = str(make_plan(llama_405b, parse_hosts(["2x64GB:m4-max"])))
+    assert "an estimate for one sequence" in small and "generate --model" not in small
+    from mlxserve.cli.plan import _plan
+
+    folder = tiny.write(tmp_path / "llama", "llama")
+    made = _plan(str(folder), parse_hosts(["64GB:m4-max"]), 100, 1, None, 16, None, "tcp")
+    assert f"generate --model {folder} --prompt" in str(made)
+
+
 def test_json_there_and_back(llama_405b: Facts) -> None:
     for words in (["192GB:m3-ultra", "128GB:m4-max"], ["2x128GB"]):
         plan = make_plan(llama_405b, parse_hosts(words), 32_768)
@@ -350,7 +363,7 @@ def test_the_command_on_a_terminal(
     [
         ([], "Give the machines"),
         (["--host", "64GB", "--hosts", "x"], "Give the machines"),
-        (["--host", "2x64GB", "--split", "tensor:3"], "names 3 ranks, and there are 2 hosts"),
+        (["--host", "2x64GB", "--split", "tensor:3"], "names 3 ranks for 2 hosts"),
         (["--host", "2x64GB", "--split", "rows:2"], "is no split"),
     ],
 )

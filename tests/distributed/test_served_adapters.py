@@ -131,27 +131,19 @@ def test_adapters_survive_a_killed_rank(server: Server, alone: LLM) -> None:
         assert text_of(server.ask("And now?", model=asked)) == truth(alone, "And now?", adapter=name)
 
 
-def test_generate_answers_through_an_adapter(model: Path, alone: LLM, tmp_path: Path) -> None:
-    """In a pipeline, whose ranks have whole layers."""
+def test_a_chat_answers_through_an_adapter(model: Path, alone: LLM, tmp_path: Path) -> None:
+    """In a pipeline, whose ranks have whole layers; two turns, typed here."""
     marked = Marked(tmp_path)
     try:
-        ask = [
-            "generate",
-            "--model",
-            str(model),
-            "--raw",
-            "-p",
-            "Hello",
-            "--max-tokens",
-            "6",
-            "--temperature",
-            "0",
-        ]
+        ask = ["chat", "--model", str(model), "--max-tokens", "6", "--temperature", "0"]
         adapter = ["--adapter", str(model.parent / "one")]
-        done = marked.run("launch", "-n", "2", "--split", "pipeline:2", "--", *ask, *adapter)
+        launch = ["launch", "-n", "2", "--split", "pipeline:2", "--"]
+        done = marked.run(*launch, *ask, *adapter, input="Hello\n/reset\nAnd now?\n")
         assert done.returncode == 0, done.stderr
         params = SamplingParams(max_tokens=6, temperature=0)
-        assert done.stdout == alone.generate("Hello", params, adapter="one")[0].text.rstrip("\n") + "\n"
+        for said in ("Hello", "And now?"):
+            (answer,) = alone.chat([{"role": "user", "content": said}], params, adapter="one")
+            assert answer.text.strip() and answer.text in done.stdout
         until(lambda: not marked.alive())
     finally:
         marked.clean()

@@ -56,13 +56,13 @@ def test_without_streams_a_prompt_takes_all_it_can() -> None:
 
 
 def test_where_streams_alone_exceed_the_target_prompts_still_get_a_share() -> None:
-    """No budget could keep the target: prompts take half as long again as the streams, not a trickle."""
+    """No budget could keep the target: prompts take as long as the streams, not a trickle."""
     pace = Pace(0.25, smallest=16, largest=512)
     pace.record(80, 0, 0.5)
     seen = live(pace, 0.3, 3e-3, 60, noise=0.03)
     settled = [tokens for tokens, _ in seen[20:]]
-    assert 30 <= np.median(settled) <= 60, "0.15 s are worth 50 tokens"
-    assert max(took for _, took in seen[20:]) <= 0.6
+    assert 70 <= np.median(settled) <= 110, "0.3 s are worth 100 tokens"
+    assert max(took for _, took in seen[20:]) <= 0.8
     assert 1 <= sum(tokens == 0 for tokens, _ in seen) <= 2, "a step without prompts shows what streams take"
 
 

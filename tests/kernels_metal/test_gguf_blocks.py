@@ -21,14 +21,19 @@ def product(x: mx.array, blocks: np.ndarray, kind: str) -> np.ndarray:
     return np.array(x.astype(mx.float32)) @ truth(blocks, kind).T
 
 
+def read_passes(result: harness.Result) -> float:
+    """Bytes of weights that the matrix kernel's simdgroups asked for, over what the weights take."""
+    weights = result.launches[-1].counters.traffic["w"]
+    return weights.read / weights.size
+
+
 def check_matrix_vector(
     kind: str, dtype: mx.Dtype, count: int, order: harness.Order, columns: int, rows: int = 13
 ) -> None:
     blocks, x = random_blocks(kind, (rows,), columns), vectors(count, columns, dtype)
     result = harness.run(gguf_blocks.qmv, x, mx.array(blocks), kind, order=order)
     assert_close(result.outputs[0], product(x, blocks, kind), dtype)
-    weights = result.counters.traffic["w"]
-    assert weights.read <= 1.05 * weights.size * -(-count // 8), "a byte is loaded once for 8 vectors"
+    assert read_passes(result) <= 1.01 * -(-count // 8), "a byte is loaded once for 8 vectors"
     assert result.counters.threadgroup_bytes == result.counters.barriers == 0
 
 
@@ -59,10 +64,7 @@ def test_matrix_matrix(kind: str, dtype: mx.Dtype, count: int, order: harness.Or
     blocks, x = random_blocks(kind, (rows,), columns), vectors(32 + count, columns, dtype)
     result = harness.run(gguf_blocks.qmm, x, mx.array(blocks), kind, order=order)
     assert_close(result.outputs[0], product(x, blocks, kind), dtype)
-    weights = result.counters.traffic["w"]
-    assert weights.read_once <= 1.05 * -(-(32 + count) // 32) * weights.size, (
-        "a byte is read once for 32 vectors"
-    )
+    assert read_passes(result) <= 1.01 * -(-(32 + count) // 32), "a byte is loaded once for 32 vectors"
     assert result.counters.threadgroup_bytes <= 32 * 1024
     assert result.counters.barriers == 2 * -(-columns // 64) + 2
 
@@ -77,7 +79,7 @@ def test_gathered_matrix_vector(dtype: mx.Dtype, tokens: int, order: harness.Ord
         "pk,pnk->pn", np.repeat(np.array(x.astype(mx.float32)), 3, 0), truth(blocks, "Q6_K")[indices]
     )
     assert_close(result.outputs[0], right, dtype)
-    assert result.counters.traffic["w"].read <= 1.05 * blocks[0].nbytes * len(indices)
+    assert read_passes(result) <= 1.01 * len(indices) / 5, "a byte is loaded once for each pair"
 
 
 @needs_compiler
@@ -90,6 +92,8 @@ def test_gathered_matrix_matrix(kind: str, dtype: mx.Dtype, order: harness.Order
     result = harness.run(gguf_blocks.gather_matmul, x, mx.array(blocks), mx.array(indices), kind, order=order)
     right = np.einsum("pk,pnk->pn", np.array(x.astype(mx.float32)), truth(blocks, kind)[indices])
     assert_close(result.outputs[0], right, dtype)
+    tiles = (-(-np.bincount(indices) // gguf_blocks.TILE_VECTORS)).sum()
+    assert read_passes(result) <= 1.01 * tiles / 6, "an expert's byte is loaded once for its 32 vectors"
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 32, 33], [31, 0, 0, 64], [1, 0, 0, 0], [0, 0, 0, 5]])
