@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from mlxserve.lora.data import Dataset, load_all
 from mlxserve.lora.layers import add_adapters
 from mlxserve.lora.logs import Event, Files, Logger, other_logger, package_of
 from mlxserve.lora.notebook import live
-from mlxserve.lora.plan import Plan, plan_run, plan_within
+from mlxserve.lora.plan import Plan, plan_run, plan_within, sizes_of
 from mlxserve.lora.plot import plot
 from mlxserve.lora.rows import find_split
 from mlxserve.lora.share import Share, data_parallel
 from mlxserve.lora.train import Outcome, Trainer
+from mlxserve.models.describe import describe
 
 Generate = Callable[[Base, str, int], str]
 
@@ -106,7 +107,10 @@ def prepare(
     sample_prompts(config)
     for name in config.log.to:
         package_of(name)
-    base = base or open_base(config.model, quantize=config.quantize, floats=full)
+    if base is None:
+        if budget_bytes is not None and not force:
+            _require_room(config, budget_bytes)
+        base = open_base(config.model, quantize=config.quantize, floats=full)
     if config.lora.type == "full" and base.config.get("quantization") is not None:
         raise UsageError(
             f"{config.model} is quantised, and lora.type=full trains floats only.", param="lora.type"
@@ -121,6 +125,14 @@ def prepare(
     if budget_bytes is not None and not force:
         plan.require(budget_bytes)
     return Prepared(config, base, train, valid, plan)
+
+
+def _require_room(config: RunConfig, budget_bytes: int) -> None:
+    """Raise DoesNotFit where not even the shortest rows would fit beside the weights, which are not loaded yet."""
+    facts = describe(config.model)
+    sizes = sizes_of(config, facts, on_cpu=mx.default_device() == mx.cpu)
+    short = replace(config, train=replace(config.train, rows_per_batch=1, tokens_per_batch=1))
+    plan_run(short, dict(facts.config), longest=2, checkpointing=True, **sizes).require(budget_bytes)
 
 
 RUN_FILES = ("checkpoints", "best", "final", "config.yaml", "metrics.jsonl", "samples.jsonl", "loss.svg")

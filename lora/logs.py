@@ -128,7 +128,7 @@ class Wandb:
         try:
             self.run = wandb.init(dir=str(folder), config=settings)
         except Exception as error:  # its own errors share no base
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).rstrip(".")
             raise UsageError(f"log.to=wandb cannot be used: {reason}.", param="log.to") from error
 
     def __call__(self, event: Event) -> None:

@@ -20,6 +20,7 @@ from mlxserve.lora.batches import width_of
 from mlxserve.lora.config import RunConfig
 from mlxserve.lora.layers import add_adapters, find_targets, linear_shape
 from mlxserve.lora.loss import default_chunk
+from mlxserve.models.describe import Description
 from mlxserve.models.load import build
 from mlxserve.models.memory import show_bytes
 
@@ -72,6 +73,17 @@ class Plan:
                 needed_bytes=self.needed_bytes,
                 available_bytes=budget_bytes,
             )
+
+
+def sizes_of(config: RunConfig, facts: Description, *, on_cpu: bool) -> dict[str, int]:
+    """weight_bytes and float_bytes of `plan_run` for a model that is not loaded."""
+    float_bytes = 4 if on_cpu else facts.float_bytes
+    weights = facts.weights.loaded_bytes(float_bytes, on_cpu)
+    packed = facts.config.get("quantization") or {}
+    bits = config.quantize or packed.get("bits")  # a packed folder stays packed, on a CPU too
+    if bits:
+        weights = int(facts.weights.parameters * (bits + 0.5) / 8)
+    return {"weight_bytes": weights, "float_bytes": float_bytes}
 
 
 def plan_within(budget_bytes: int | None, planned: Callable[[bool | None], Plan], config: RunConfig) -> Plan:

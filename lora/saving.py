@@ -63,7 +63,8 @@ class Saver:
 
     def _filler(self) -> Callable[[Path], None]:
         """What writes the adapter as it is now into a folder."""
-        adapter, settings = self.adapter(), {"lora": to_dict(self.config)["lora"]}
+        adapter = self.adapter()
+        settings = {"lora": to_dict(self.config)["lora"], "quantize": self.config.quantize}
         return lambda folder: adapters.save(folder, adapter, settings)
 
     def save_adapter(self, name: str) -> Path | None:

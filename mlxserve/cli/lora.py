@@ -40,17 +40,12 @@ def plan(config: RunConfig, fits: bool, tensors: bool, as_json: bool) -> None:
     """Work out memory and time before anything runs; time where data.train is named."""
     import mlx.core as mx
 
-    from mlxserve.lora.plan import plan_run, plan_within, what_fits
+    from mlxserve.lora.plan import plan_run, plan_within, sizes_of, what_fits
     from mlxserve.models.describe import describe
 
     require_model(config.model)
     facts = describe(config.model)
-    on_cpu = mx.default_device() == mx.cpu
-    floats = 4 if on_cpu else facts.float_bytes
-    weights = facts.weights.loaded_bytes(floats, on_cpu)
-    if config.quantize:
-        weights = int(facts.weights.parameters * (config.quantize + 0.5) / 8)
-    sizes: dict[str, Any] = {"weight_bytes": weights, "float_bytes": floats}
+    sizes = sizes_of(config, facts, on_cpu=mx.default_device() == mx.cpu)
     budget = _budget()
     made = plan_within(
         budget, lambda on: plan_run(config, dict(facts.config), checkpointing=on, **sizes), config
@@ -127,7 +122,7 @@ def check(config: RunConfig, as_json: bool) -> None:
         return
     for name, data in splits.items():
         click.echo(lora_show.data_text(name, facts[name], data))
-    click.echo(f"\n{lora_show.one_row(train, tokenizer)}")
+    click.echo(f"\n{lora_show.one_row(train, tokenizer, colours=sys.stdout.isatty())}")
 
 
 def _tokenizer(name: str) -> Any:

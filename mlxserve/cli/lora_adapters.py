@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: int, as_json: bool) -> None:
     """Compare base and adapter: loss, perplexity and exact match on data.test (or valid).
 
-    Without a model in the settings, the base is the one that the adapter names.
+    Without a model in the settings, the base is the one that the adapter names, packed as it was in training.
     """
     from mlxserve.lora import adapters
     from mlxserve.lora.base import open_base
@@ -54,7 +54,9 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
     if path is None:
         raise UsageError("eval needs data.test (or data.valid) to name a file.", param="data.test")
     found = adapters.read(adapter)
-    config = replace(config, model=config.model or _base_of(found))
+    own = found.settings.get("mlxserve") or {}
+    quantize = config.quantize if config.model or config.quantize else own.get("quantize")
+    config = replace(config, model=config.model or _base_of(found), quantize=quantize)
     rows = read_rows(path, config.data)
     pairs = _questions(rows) if pattern else []
     full = found.kind == "full"

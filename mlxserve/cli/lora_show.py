@@ -6,6 +6,7 @@ Knows: plain facts and events in, text out; rich for the bar. Does not know the 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -98,24 +99,27 @@ def _histogram(data: Dataset) -> list[str]:
     ]
 
 
-def highlighted(item: Any, tokenizer: Tokenizer) -> str:
-    """One row as text with its trained tokens in green; a preference row's chosen answer."""
+def highlighted(item: Any, tokenizer: Tokenizer, *, colours: bool = True) -> str:
+    """One row as text with its trained tokens in green, or between ⟦ and ⟧ where there are no colours; a
+    preference row's chosen answer."""
     sample = getattr(item, "chosen", item)
     marked = [*zip(sample.tokens.tolist(), sample.targets.tolist())][:SHOWN_TOKENS]
-    text = "".join(_pieces(marked, tokenizer))
+    text = "".join(_pieces(marked, tokenizer, colours))
     return text if len(sample.tokens) <= SHOWN_TOKENS else f"{text} … ({len(sample.tokens)} tokens)"
 
 
-def _pieces(marked: list[tuple[int, bool]], tokenizer: Tokenizer) -> Iterator[str]:
+def _pieces(marked: list[tuple[int, bool]], tokenizer: Tokenizer, colours: bool) -> Iterator[str]:
     for trained, run in groupby(marked, key=lambda pair: pair[1]):
         text = b"".join(tokenizer.token_bytes(token) for token, _ in run).decode("utf-8", "replace")
-        yield click.style(text, fg="green", bold=True) if trained else text
+        shown = click.style(text, fg="green", bold=True) if colours else f"⟦{text}⟧"
+        yield shown if trained else text
 
 
-def one_row(data: Dataset, tokenizer: Tokenizer) -> str:
+def one_row(data: Dataset, tokenizer: Tokenizer, *, colours: bool) -> str:
     """The first row of a data set, for a person to see what is trained."""
     item = data.items[0]
-    return f"One row ({item.where}), its trained tokens highlighted:\n\n{highlighted(item, tokenizer)}\n"
+    row = highlighted(item, tokenizer, colours=colours)
+    return f"One row ({item.where}), its trained tokens highlighted:\n\n{row}\n"
 
 
 def summary(prepared: Prepared, steps: int, budget_bytes: int) -> str:
@@ -134,7 +138,7 @@ def summary(prepared: Prepared, steps: int, budget_bytes: int) -> str:
         [
             *(data_text(name, data_facts(data), data) for name, data in splits.items()),
             "",
-            one_row(prepared.train, prepared.base.tokenizer),
+            one_row(prepared.train, prepared.base.tokenizer, colours=sys.stderr.isatty()),
             f"{full if lora.type == 'full' else kind}: {show_count(plan.trainable)} parameters train",
             f"{steps:,} steps of {train.accumulate} × up to {plan.tokens:,} tokens, about {mean:,.0f} of them "
             f"trained; {train.optimizer}, learning rate {train.lr:g}, {train.schedule}",

@@ -10,6 +10,7 @@ to be drawn. The scheduler ends an answer by ids and limits; here a stop string 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ from mlxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mlxserve.engine.grammar import Constraint
+
+log = logging.getLogger("mlxserve.engine")
 
 Sink = Callable[[Delta | MlxServeError], None]
 
@@ -141,7 +144,7 @@ class OutputProcessor:
         self.scheduler.finish(sequence, FinishReason.ERROR)
         self._forget(stream)
         self.counters.failed += 1
-        stream.sink(error)
+        self._tell(stream, error)
 
     # -- what comes without a draw ---------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class OutputProcessor:
         if stream.sequence.status is Status.FINISHED:
             self._close(stream, text, tokens, logprobs)
         else:
-            stream.sink(Delta(text, tokens, logprobs))
+            self._tell(stream, Delta(text, tokens, logprobs))
 
     def _close(
         self, stream: Stream, text: str, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
@@ -204,10 +207,20 @@ class OutputProcessor:
             self.persistence.save(sequence.tokens[:-1], sequence.request.adapter)
         self.counters.finished += 1
         self.counters.cached_tokens += sequence.cached_tokens
-        metrics = self._metrics(sequence)
-        stream.sink(
-            Delta(text, tokens, logprobs, sequence.finish_reason, metrics, stopped_by=stream.text.stop)
-        )
+        reason, metrics = sequence.finish_reason, self._metrics(sequence)
+        self._tell(stream, Delta(text, tokens, logprobs, reason, metrics, stopped_by=stream.text.stop))
+
+    def _tell(self, stream: Stream, news: Delta | MlxServeError) -> None:
+        """Who cannot listen any more has left: the request ends, and nobody else's is touched."""
+        try:
+            stream.sink(news)
+        except Exception as error:
+            name = type(error).__name__
+            log.warning("Nobody takes the answer of request %s any more.", stream.sequence.request.id)
+            self.counters.errors[name] = self.counters.errors.get(name, 0) + 1
+            self.scheduler.finish(stream.sequence, FinishReason.CANCELLED)
+            if stream.sequence.request.id in self:
+                self._forget(stream)
 
     def _metrics(self, sequence: Sequence) -> Metrics:
         first = sequence.first_token_s

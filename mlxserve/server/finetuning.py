@@ -104,6 +104,9 @@ def _hyperparameters(body: JobBody) -> Hyperparameters:
         raise Unsupported(
             f"The method '{method.type}' is not run here; only 'supervised' is.", param="method"
         )
+    for name in ("dpo", "reinforcement"):
+        if method is not None and getattr(method, name) is not None:
+            raise Unsupported(f"method.{name} is not run here; only 'supervised' is.", param=f"method.{name}")
     inner = method.supervised.hyperparameters if method is not None and method.supervised else None
     require(
         inner is None or body.hyperparameters is None,

@@ -131,7 +131,7 @@ def test_what_is_said_before_training(
     for words in (
         "train: 5 of 5 rows (5 completion); dropped: none",
         "valid: 1 of 1 rows",
-        "#### 2",
+        "⟦#### 2<|im_end|>⟧",
         "lora of rank 4, scale 2",
         "2 steps of 1 × up to 64 tokens",
         "of the machine's",
@@ -191,3 +191,19 @@ def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "No model is named" in capsys.readouterr().err
     assert main(["lora", "info", str(tmp_path / "no")]) == 3
     assert "no adapter folder" in capsys.readouterr().err
+
+
+def test_eval_packs_the_base_as_it_was_in_training(
+    tiny_llama: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _settings(tiny_llama, rows, tmp_path / "run", "quantize=4", "train.steps=1")
+    assert main(["lora", "train", *settings]) == 0
+
+    def loss(*more: str) -> float:
+        capsys.readouterr()
+        test = ["--set", f"data.test={rows}", "--json"]
+        assert main(["lora", "eval", str(tmp_path / "run" / "final"), *test, *more]) == 0
+        return float(json.loads(capsys.readouterr().out)["base"]["loss"])
+
+    named = ("--set", f"model={tiny_llama}")
+    assert loss() == loss(*named, "--set", "quantize=4") != loss(*named)

@@ -63,6 +63,29 @@ def test_case_22_nothing_computed_before_a_failure_is_reused() -> None:
     assert after.tokens == solo_tokens("llama", [*prompt, 2], 9)
 
 
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_a_listener_that_raises_costs_nobody_else(at: int) -> None:
+    """As one whose event loop is closed: at its first word, in between, and at its last."""
+    subject, told = engine(), []
+
+    def deaf(news: Any) -> None:
+        told.append(news)
+        if len(told) >= at:
+            raise RuntimeError("Event loop is closed")
+
+    others = [request([i, i + 1], 6) for i in (1, 5)]
+    answers = [Answer(), Answer()]
+    subject.add(others[0], answers[0])
+    subject.add(request([9, 8], 6), deaf)
+    subject.add(others[1], answers[1])
+    finish(subject)
+    for each, answer in zip(others, answers):
+        assert answer.tokens == solo_tokens("llama", each.prompt, 6)
+    stats = subject.stats()
+    assert len(told) == at and stats["running"] == 0
+    assert subject.counters.errors == {"RuntimeError": 1}
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3", "gemma3_text", "qwen3_next", "lfm2"])
 def test_what_is_not_a_number_in_one_answer_is_not_in_the_next(kind: str) -> None:
     """Whoever had the pages before may have left NaN there; sequences of different lengths are padded."""

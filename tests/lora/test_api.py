@@ -10,11 +10,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxserve.errors import DependencyMissing, DoesNotFit, UsageError
 from mlxserve.lora import RunConfig, api, finetune
 from mlxserve.lora.base import open_base, write_model
 from mlxserve.lora.config import from_dict, write_yaml
+from mlxserve.lora.plan import sizes_of
+from mlxserve.models.describe import describe
 from tests import tiny
 
 
@@ -50,9 +53,15 @@ def test_a_run_is_a_dict_a_config_or_a_file(tiny_llama: Path, tmp_path: Path) ->
         finetune(config)
 
 
-def test_case_58_refused_before_anything_is_written(tiny_llama: Path, tmp_path: Path) -> None:
+def test_case_58_refused_before_anything_is_written(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the weights alone are too large, they are not even loaded."""
     values = _values(tiny_llama, tmp_path)
     with pytest.raises(DoesNotFit, match="--force"):
+        finetune(values, budget_bytes=1_600_000)
+    with monkeypatch.context() as patched, pytest.raises(DoesNotFit, match="--force"):
+        patched.setattr(api, "open_base", lambda *_, **__: pytest.fail("the model was loaded"))
         finetune(values, budget_bytes=1000)
     assert not (tmp_path / "run <1>").exists()
     finetune(values, budget_bytes=1000, force=True)
@@ -149,4 +158,7 @@ def test_packing_a_packed_model_otherwise_is_refused(tmp_path: Path) -> None:
     values = _values(tmp_path / "packed", tmp_path)
     with pytest.raises(UsageError, match="packed in 4 bits already"):
         finetune({**values, "quantize": 8})
-    finetune({**values, "quantize": 4})
+    result = finetune({**values, "quantize": 4})
+    planned = sizes_of(result.config, describe(str(tmp_path / "packed")), on_cpu=True)["weight_bytes"]
+    loaded = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
+    assert planned == pytest.approx(loaded, rel=0.3)  # a quarter of what floats would take

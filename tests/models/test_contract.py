@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mlxserve.models.definitions import REMAPPED, REMAPPED_BY_ARCHITECTURE, find_definition, import_definition
-from mlxserve.models.paged import find_trunk, install_attention
+from mlxserve.models.hooks import find_trunk, install_attention
 from tests import tiny
 from tests.conftest import ROOT
 

@@ -10,11 +10,12 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+import schemathesis
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxserve.errors import Busy, EngineFailed
 from tests.conftest import package_folder, require
-from tests.server.stub import StubEngine, running
+from tests.server.stub import RunningServer, StubEngine, running
 
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -78,7 +79,9 @@ def test_capabilities(http: httpx.Client, stub: StubEngine) -> None:
     assert {"top_k", "min_p", "regex"} <= set(found["sampling"])
 
 
-def test_the_document_describes_every_path(http: httpx.Client, stub: StubEngine) -> None:
+def test_the_document_describes_every_path(
+    server: RunningServer, http: httpx.Client, stub: StubEngine
+) -> None:
     document = http.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     chat = document["components"]["schemas"]["ChatBody"]
@@ -86,9 +89,16 @@ def test_the_document_describes_every_path(http: httpx.Client, stub: StubEngine)
     assert {"model", "messages"} == set(chat["required"])
     assert chat["properties"]["temperature"]["anyOf"][0]["maximum"] == 5
     assert "without effect" in chat["properties"]["metadata"]["description"]
-    for path, methods in document["paths"].items():
-        for method in methods:
-            assert http.request(method, path, content=b"").status_code not in (404, 405), path
+    told = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
+    for people in ("/", "/static/{name}", "/favicon.ico", "/openapi.json"):
+        told.add(("GET", people))
+    routes = [(route.methods - {"HEAD"}, route.path.replace(":path}", "}")) for route in server.app.routes]
+    assert told == {(method, path) for methods, path in routes for method in methods}
+
+
+def test_schemathesis_reads_the_whole_document(http: httpx.Client) -> None:
+    schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
+    assert {found.ok().method for found in schema.get_all_operations()} == {"get", "post", "delete"}
 
 
 def logged(caplog: pytest.LogCaptureFixture, answer: httpx.Response) -> str:
@@ -155,9 +165,11 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    caller = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     with running() as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=caller, timeout=60)
     (span,) = [each for each in exporter.get_finished_spans() if each.name == "POST /v1/chat/completions"]
+    assert span.context is not None and f"{span.context.trace_id:032x}" == "ab" * 16
     assert span.attributes is not None
     assert span.attributes["gen_ai.request.model"] == "stub"
     assert span.attributes["gen_ai.usage.output_tokens"] == 12

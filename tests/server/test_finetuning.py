@@ -214,6 +214,8 @@ def test_what_no_job_may_ask(client: openai.OpenAI) -> None:
     for changes, words in (
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
         ({"method": {"type": "dpo"}}, "only 'supervised'"),
+        ({"method": {"type": "supervised", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.dpo"),
+        ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}}, "beta"),
         ({"suffix": "a@b"}, "suffix"),
         ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
         ({"extra_body": {"lora": {"rank": 0}}}, "lora.rank"),
