@@ -23,7 +23,7 @@ import numpy as np
 from mlxserve.config import EngineConfig, LoadConfig
 from mlxserve.engine.engine import Engine
 from mlxserve.models.load import load_folder
-from mlxserve.models.paged import Step
+from mlxserve.models.step import Step
 from mlxserve.request import Request, SamplingParams
 from mlxserve.text.tokenizer import load_tokenizer
 from tests import tiny

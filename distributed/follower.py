@@ -41,7 +41,7 @@ from mlxserve.engine.memory import bound_mlx, machine_budget, measure, plan_memo
 from mlxserve.engine.runner import Drawn, Limits, Runner, make_runner
 from mlxserve.errors import EngineStopped, MlxServeError
 from mlxserve.models.load import LoadedModel
-from mlxserve.models.paged import SOLO
+from mlxserve.models.step import SOLO
 
 
 def serve_rank(context: RankContext, loaded: LoadedModel, stage: Part | None = None) -> None:

@@ -261,7 +261,7 @@ _SHARED = ("page_size", "max_sequences", "step_tokens", "kv_bits", "kv_group_siz
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How every rank runs: the way of models/paged.py, the context, the engine's settings.
+    """How every rank runs: the way of models/step.py, the context, the engine's settings.
 
     handed: dtype and shape of the arrays that a pipeline's stage hands on for one token. gathered_bytes: sums
     of up to so many bytes are gathered (collective.py); None where the ranks shall measure it together.

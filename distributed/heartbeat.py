@@ -5,7 +5,7 @@ processes or sockets. No MLX in here.
 
     silence      no beat of a rank for `deadline_s` (STARTING_S while it loads: a long call may hold its thread)
     standstill   work is queued at rank 0, and no step was completed for max(deadline_s, 20 x median step)
-                 (STARTING_S for the very first step)
+                 (STARTING_S for the very first step, and while an adapter is put on, which no step can pass)
 
 A pause of the watching process itself (a Mac that slept, a stopped terminal) is nobody's fault: it is taken
 off every clock.
@@ -34,13 +34,15 @@ SERVING = "serving"
 class Beat:
     """phase: "starting", "loading", "joining" or "serving". step: the last one completed, -1 for none.
 
-    begun: the last one begun. queued: whether there is work; both are rank 0's to know.
+    begun: the last one begun. queued: whether there is work. adapting: an adapter is being put on the ranks.
+    These three are rank 0's to know.
     """
 
     phase: str = "starting"
     step: int = -1
     begun: int = -1
     queued: bool = False
+    adapting: bool = False
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -95,7 +97,7 @@ class Monitor:
             if before.queued:
                 self._steps_s.append((now - self._progress_s) / (beat.step - before.step))
             self._progress_s = now
-        elif not (beat.queued and before.queued):
+        elif not (beat.queued and before.queued) or (before.adapting and not beat.adapting):
             self._progress_s = now
 
     def fault(self) -> Fault | None:
@@ -118,8 +120,10 @@ class Monitor:
 
     def _standstill(self, now: float) -> Fault | None:
         usual = median(self._steps_s) if self._steps_s else 0.0
-        first_s = STARTING_S if self._last[0].step < 0 else 0.0  # kernels are compiled in the first step
-        allowed = max(self.deadline_s, SLOW_STEPS * usual, first_s)
+        first = self._last[0]
+        # Kernels are compiled in the first step.
+        once_s = STARTING_S if first.step < 0 or first.adapting else 0.0
+        allowed = max(self.deadline_s, SLOW_STEPS * usual, once_s)
         if not self._last[0].queued or now - self._progress_s <= allowed:
             return None
         rank = self._behind()

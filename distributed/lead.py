@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ def lead(rank: Rank) -> None:
     rank.control.say(up={"facts": facts_of(worker.engine), "figures": worker.engine.stats()})
     channel = listener.accept(JOIN_S)
     listener.close()
-    Desk(worker, channel).run()
+    Desk(worker, channel, rank.adapting).run()
     worker.close()
 
 
@@ -78,10 +79,15 @@ def _shown(error: BaseException) -> dict[str, Any]:
 
 
 class Desk:
-    """Takes the front's calls for a worker and sends the news back, several in a frame."""
+    """Takes the front's calls for a worker and sends the news back, several in a frame.
 
-    def __init__(self, worker: Worker, channel: Channel) -> None:
-        self._worker, self._channel = worker, channel
+    adapting: what surrounds the putting on of an adapter.
+    """
+
+    def __init__(
+        self, worker: Worker, channel: Channel, adapting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._worker, self._channel, self._adapting = worker, channel, adapting
         self._figures_s = 0.0
         self._out: queue.SimpleQueue[tuple[str, News] | None] = queue.SimpleQueue()
         self._luggage = Luggage()
@@ -127,7 +133,7 @@ class Desk:
 
     def _load(self, parcel: int, name: str, engine: Engine) -> AdapterInfo:
         """Put an adapter on the ranks, whose files have come before."""
-        with self._luggage.unpacked(parcel) as folder:
+        with self._luggage.unpacked(parcel) as folder, self._adapting():
             return engine.adapters.load(name, folder)
 
     def _answer(self, number: int, work: Callable[[Engine], Any]) -> None:

@@ -20,6 +20,8 @@ import queue
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -100,6 +102,7 @@ class Rank:
         self.control, self.job = control, job
         self.phase = "starting"
         self.step = -1
+        self._adapting = False
         self.engine: Engine | None = None
         self.split: Split | None = None
         self.files: ModelFiles | None = None
@@ -108,7 +111,18 @@ class Rank:
     def beat(self) -> Beat:
         if self.engine is None:
             return Beat(self.phase, self.step, self.step)
-        return Beat(self.phase, self.step, self.engine.scheduler.steps_begun - 1, self.engine.has_work)
+        begun = self.engine.scheduler.steps_begun - 1
+        return Beat(self.phase, self.step, begun, self.engine.has_work, self._adapting)
+
+    @contextmanager
+    def adapting(self) -> Iterator[None]:
+        """Inside, no step is completed although nothing is wrong: an adapter is put on."""
+        self._adapting = True
+        self._say_beat(self.beat())
+        try:
+            yield
+        finally:
+            self._adapting = False
 
     def enter(self, phase: str) -> None:
         """A new phase of this rank's life, told at once."""

@@ -24,8 +24,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxserve.errors import ModelUnsupported
+from mlxserve.models.hooks import find_trunk
 from mlxserve.models.layout import plain_caches
-from mlxserve.models.paged import find_trunk
 
 _OPERAND = re.compile(r'"([^"]+)" -> \d+$')
 _RESULT = re.compile(r'\d+ -> "([^"]+)"$')

@@ -25,7 +25,7 @@ from mlxserve.distributed.exchange import exchange
 from mlxserve.distributed.load import ShardLoaded
 from mlxserve.distributed.training import SUMMED, Arrays, sum_in_order
 from mlxserve.errors import Unsupported
-from mlxserve.models.paged import find_trunk
+from mlxserve.models.hooks import find_trunk
 
 LEAVES = ("lora_a", "lora_b", "m")
 DTYPES = (mx.float32, mx.float16, mx.bfloat16, mx.int32, mx.uint32, mx.bool_)

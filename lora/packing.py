@@ -1,6 +1,6 @@
 """Packed rows: many sequences behind one another in one row, without seeing each other.
 
-Knows: mlx-lm's cache protocol as models/paged.py uses it ("every token is a row": tokens (T, 1), a position
+Knows: mlx-lm's cache protocol as models/hooks.py uses it ("every token is a row": tokens (T, 1), a position
 for each). Linear layers see one matrix, attention runs sequence by sequence, always causal, and RoPE begins
 anew at each. Does not know losses or batches.
 """
@@ -15,8 +15,9 @@ import mlx.nn as nn
 
 from mlxserve.errors import Unsupported
 from mlxserve.models.check import choose_way
+from mlxserve.models.hooks import install_attention
 from mlxserve.models.layout import read_layout
-from mlxserve.models.paged import ROWS, install_attention
+from mlxserve.models.step import ROWS
 
 
 class SegmentCache:

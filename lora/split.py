@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlxserve.models.paged import find_trunk
+from mlxserve.models.hooks import find_trunk
 
 
 class _Captured(Exception):

@@ -9,7 +9,7 @@ Knows: MLX arrays, and where this step's rows go. Does not know sequences, token
 `offset` and `update_and_fetch`; what they answer depends on the way the step runs:
 
 - *rows*: tokens are shaped (T, 1), every token its own row. Attention is the paged one, which the
-  definition reaches through its module's `scaled_dot_product_attention` (see models/paged.py).
+  definition reaches through its module's `scaled_dot_product_attention` (see models/hooks.py).
 - *sequences*: tokens are shaped (B, L). `update_and_fetch` returns gathered keys and values, so that a
   definition may do whatever attention it has; `make_mask` says which of them each query may see.
 """

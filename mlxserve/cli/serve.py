@@ -217,8 +217,19 @@ def _unless_said(values: Mapping[str, Any], section: str, said: set[tuple[str, s
 def _check(server: ServerConfig) -> None:
     if (server.tls_certificate is None) != (server.tls_key is None):
         raise UsageError("--tls-certificate and --tls-key go together.", param="tls_key")
-    if any(not key for key in server.api_keys):
-        raise UsageError("An API key must not be empty.", param="api_keys")
+    for key in server.api_keys:
+        # What a header cannot carry would lock everybody out.
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise UsageError(
+                "An API key must not be empty, and be of ASCII letters, digits and signs without spaces.",
+                param="api_keys",
+            )
+    for origin in server.cors_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise UsageError(
+                f"--cors-origin takes *, or scheme://host[:port] without a path, not {origin!r}.",
+                param="cors_origins",
+            )
 
 
 def _start(plan: Plan) -> None:
@@ -231,10 +242,11 @@ def _start(plan: Plan) -> None:
 
 def _set_up_log(server: ServerConfig) -> None:
     """Our own lines on standard error; other packages only where something is wrong."""
+    from mlxserve.server.logs import JsonLines
+
+    text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if server.log_format == "json":
-        handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(JsonLines() if server.log_format == "json" else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxserve").setLevel(logging.INFO)
 

@@ -24,7 +24,8 @@ from mlxserve.models.adapters import Adapter, digest_of, read
 from mlxserve.models.layout import read_layout
 from mlxserve.models.load import LoadedModel
 from mlxserve.models.multilora import AdapterStack
-from mlxserve.models.paged import PAGED_WAYS, PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import PAGED_WAYS, Step
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlxserve.config import EngineConfig
@@ -37,11 +38,12 @@ from mlxserve.engine.output_processor import OutputProcessor, Sink
 from mlxserve.engine.persist import open_persistence
 from mlxserve.engine.runner import Drawn, Forward, Limits, Ranks, Runner, make_runner
 from mlxserve.engine.scheduler import Scheduler
-from mlxserve.engine.stats import Counters, figures, serving_notes
+from mlxserve.engine.stats import Counters, figures
 from mlxserve.errors import EngineStopped, PromptTooLong, Unsupported, UsageError
 from mlxserve.models.check import choose_way
 from mlxserve.models.load import LoadedModel
-from mlxserve.models.paged import SOLO, PagedModel
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import SOLO
 from mlxserve.request import Request, SamplingParams
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -91,7 +93,7 @@ class Engine:
         self.output = OutputProcessor(
             tokenizer, self.scheduler, self.adapters, self.persistence, self.counters, clock
         )
-        self.notes = [*loaded.notes, *serving_notes(self)]
+        self.notes = [*loaded.notes, *self._notes()]
         self._pending: deque[Drawn] = deque()
         self._last_commit_s = self._woken_s = clock()
 
@@ -294,9 +296,35 @@ class Engine:
         """Bytes of K/V that one more token of a sequence takes."""
         return sum(self.memory.page_bytes) // self.config.page_size
 
+    def _notes(self) -> Iterator[str]:
+        """What is not as somebody may expect, a sentence each."""
+        config = self.config
+        if self.way == SOLO:
+            yield f"Requests are served one at a time and share no prefixes: {self.reason}."
+            if config.kv_bits != 16:
+                yield f"The cache stays in 16 bits: {self.loaded.name} is not paged."
+        if config.cache_dir is not None and self.persistence is None:
+            yield "Nothing is kept on disk: the model's own cache has no pages, or prefixes are not cached."
+        kept_whole = 0 if self.sizes is None else self.sizes.kept_whole
+        if kept_whole and config.kv_bits != 16:
+            yield (
+                f"{kept_whole} of the layers keep their cache in 16 bits: "
+                f"groups of {config.kv_group_size} do not divide the width of their keys or values."
+            )
+
     def stats(self) -> dict[str, Any]:
         """Figures of now and since the start; bytes, tokens, seconds as named."""
-        return figures(self)
+        pools = zip(self.scheduler.pools, self.memory.page_bytes)
+        return {
+            **figures(self.scheduler, self.counters),
+            "disk_hits": 0 if self.persistence is None else self.persistence.disk.hits,
+            "kv_bytes": self.runner.model.nbytes,
+            "kv_limit_bytes": sum(pool.total * page_bytes for pool, page_bytes in pools),
+            "weight_bytes": self.loaded.weight_bytes,
+            "adapter_bytes": self.adapters.stack.nbytes,
+            "peak_bytes": mx.get_peak_memory(),
+            "way": self.way,
+        }
 
     def close(self) -> None:
         """Write what is still to go to disk; let other ranks go."""

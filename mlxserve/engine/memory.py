@@ -22,7 +22,8 @@ from mlxserve.config import CACHE_SHARE, MIB, EngineConfig
 from mlxserve.engine.capacity import Memory
 from mlxserve.errors import DoesNotFit
 from mlxserve.models.load import LoadedModel
-from mlxserve.models.paged import SOLO, PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import SOLO, Step
 
 # A model with recurrent layers spends at most this much of its budget on their state.
 STATE_SHARE = 0.5

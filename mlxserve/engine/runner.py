@@ -27,7 +27,8 @@ from mlxserve.errors import Unsupported
 from mlxserve.models.layout import plain_caches
 from mlxserve.models.load import LoadedModel
 from mlxserve.models.multilora import AdapterStack
-from mlxserve.models.paged import SOLO, PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import SOLO, Step
 from mlxserve.request import TokenLogprob
 
 # Pages or state slots that a pool starts with.

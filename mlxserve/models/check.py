@@ -27,8 +27,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxserve.errors import ModelInvalid, ModelUnsupported
 from mlxserve.models.layout import plain_caches
 from mlxserve.models.load import build
-from mlxserve.models.paged import PAGED_WAYS, SOLO, PagedModel, Step
+from mlxserve.models.paged import PagedModel
 from mlxserve.models.shrink import CHECK_TOKENS, shrunk
+from mlxserve.models.step import PAGED_WAYS, SOLO, Step
 
 TOLERANCE = 1e-4
 PAGE_SIZE = 4

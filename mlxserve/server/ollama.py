@@ -69,9 +69,9 @@ def _duration_s(text: str) -> float:
 
 async def chat(request: HttpRequest) -> Response:
     body = await read_json(request, ChatRequest)
+    options = read_options(body.options)
     if not body.messages:
         return await _load_only(request, body, {"message": {"role": "assistant", "content": ""}})
-    options = read_options(body.options)
     tools = Tools(tuple({"type": "function", "function": tool.function} for tool in body.tools or ()))
     for i, tool in enumerate(tools.offered):
         named = isinstance(tool["function"].get("name"), str) and tool["function"]["name"]
@@ -93,10 +93,10 @@ async def chat(request: HttpRequest) -> Response:
 
 async def generate(request: HttpRequest) -> Response:
     body = await read_json(request, GenerateRequest)
+    options = read_options(body.options)
+    require(not body.images, "images: this model reads text only.", "images")
     if not body.prompt and not body.suffix:
         return await _load_only(request, body, {"response": ""})
-    require(not body.images, "images: this model reads text only.", "images")
-    options = read_options(body.options)
     params = sampling(body, options)
     renderer = OllamaRenderer(body, chat=False)
 

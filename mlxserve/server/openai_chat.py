@@ -84,8 +84,11 @@ async def _plan(
 
 
 def message_dict(message: Any) -> dict[str, Any]:
-    """A turn as templates expect it: null fields left out, but not the content."""
+    """A turn as templates expect it: null fields left out, but not the content, for which a refusal stands in."""
     made = msgspec.to_builtins(message)
+    refusal = made.pop("refusal", None)
+    if made["content"] is None:
+        made["content"] = refusal
     return {key: value for key, value in made.items() if value is not None or key == "content"}
 
 
@@ -107,7 +110,9 @@ def chat_params(body: ChatBody, tools: Tools) -> SamplingParams:
         "max_tokens and max_completion_tokens are the same limit; send one of them.",
         "max_completion_tokens",
     )
-    form = {**from_format(body.response_format), **from_outputs(body.structured_outputs)}
+    wanted_form, more = from_format(body.response_format), from_outputs(body.structured_outputs)
+    require(not (wanted_form and more), "Send response_format or structured_outputs.", "structured_outputs")
+    form = wanted_form or more
     return SamplingParams(
         **shared_params(body),
         **form,
@@ -163,7 +168,14 @@ class ChatRenderer:
             "created": self.created,
             "model": self.body.model,
             "system_fingerprint": None,
+            **self._tier,
         }
+
+    @property
+    def _tier(self) -> dict[str, str]:
+        """Which of the two tiers it was, where the caller named one; "priority" is the usual one here."""
+        asked = self.body.service_tier
+        return {} if asked is None else {"service_tier": "flex" if asked == "flex" else "default"}
 
     def _choice(self, index: int, reply: Reply, dialogue: Dialogue) -> dict[str, Any]:
         message: dict[str, Any] = {

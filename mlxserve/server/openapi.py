@@ -6,6 +6,8 @@ classes, harmless fields with the reason why they change nothing.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -51,13 +53,46 @@ READS = {
     "/ready": "Whether new requests are taken",
     "/metrics": "Numbers for Prometheus",
     "/v1/models": "Models (OpenAI, Anthropic)",
+    "/v1/models/{model}": "One model (OpenAI, Anthropic)",
+    "/v1/responses/{id}": "A stored response (OpenAI)",
+    "/v1/responses/{id}/input_items": "What a stored response answers (OpenAI)",
     "/v1/adapters": "Adapters",
+    "/v1/adapters/{name}": "One adapter",
     "/v1/files": "Files (OpenAI)",
+    "/v1/files/{id}": "One file (OpenAI)",
+    "/v1/files/{id}/content": "What is in a file (OpenAI)",
     "/v1/fine_tuning/jobs": "Fine-tuning jobs (OpenAI)",
+    "/v1/fine_tuning/jobs/{id}": "One fine-tuning job (OpenAI)",
+    "/v1/fine_tuning/jobs/{id}/events": "What a job has told (OpenAI)",
+    "/v1/fine_tuning/jobs/{id}/checkpoints": "What a job has saved (OpenAI)",
     "/v1/capabilities": "What each loaded model can do",
     "/api/tags": "Models (Ollama)",
     "/api/ps": "Loaded models (Ollama)",
     "/api/version": "Version of the Ollama API",
+}
+DELETES = {
+    "/v1/responses/{id}": "Forget a stored response (OpenAI)",
+    "/v1/models/{model}": "Delete an adapter that was trained here (OpenAI)",
+    "/v1/adapters/{name}": "Forget an adapter",
+    "/v1/files/{id}": "Delete a file (OpenAI)",
+}
+ENDS = {
+    "/v1/responses/{id}/cancel": "Cancel a response (OpenAI)",
+    "/v1/fine_tuning/jobs/{id}/cancel": "Cancel a fine-tuning job (OpenAI)",
+}
+# What may stand in the query of a list.
+_PAGES = {
+    "/v1/models": ("limit", "after_id", "before_id"),
+    "/v1/responses/{id}/input_items": ("limit", "after", "order"),
+    "/v1/files": ("limit", "after", "order", "purpose"),
+    "/v1/fine_tuning/jobs": ("limit", "after"),
+    "/v1/fine_tuning/jobs/{id}/events": ("limit", "after"),
+    "/v1/fine_tuning/jobs/{id}/checkpoints": ("limit", "after"),
+}
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "fine-tune"}},
 }
 
 
@@ -80,16 +115,23 @@ def make_document() -> dict[str, Any]:
         path: {"post": _write(summary, reference)}
         for (path, (_, summary)), reference in zip(BODIES.items(), references)
     }
-    for path, summary in READS.items():
-        paths.setdefault(path, {})["get"] = _read(summary)
+    by_name = dict(zip((kind.__name__ for kind in kinds), references))
+    paths["/api/delete"] = {"delete": _write("Delete a downloaded model (Ollama)", by_name["NamedModel"])}
+    paths["/v1/files"] = {"post": _write("Upload training data (OpenAI)", _UPLOAD, "multipart/form-data")}
+    for method, table in (("get", READS), ("delete", DELETES), ("post", ENDS)):
+        for path, summary in table.items():
+            query = _PAGES.get(path, ()) if method == "get" else ()
+            paths.setdefault(path, {})[method] = _plain(path, summary, query)
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "mlxserve", "version": _version()},
+        "security": [{}, *({name: []} for name in schemes)],  # a key only where the server was given one
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": schemes},
     }
 
 
@@ -98,16 +140,25 @@ def _add_harmless(schema: dict[str, Any], kind: type[Body]) -> None:
         schema["properties"][name] = {"description": f"Accepted, without effect. {why}"}
 
 
-def _write(summary: str, reference: dict[str, Any]) -> dict[str, Any]:
+def _write(summary: str, schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
     return {
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}},
+        "requestBody": {"required": True, "content": {media_type: {"schema": schema}}},
         "responses": _responses(),
     }
 
 
-def _read(summary: str) -> dict[str, Any]:
-    return {"summary": summary, "responses": _responses()}
+def _plain(path: str, summary: str, query: Sequence[str] = ()) -> dict[str, Any]:
+    """An operation without a body."""
+    text = {"type": "string"}
+    inside = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    behind = [
+        {"name": n, "in": "query", "schema": {"type": "integer"} if n == "limit" else text} for n in query
+    ]
+    return {"summary": summary, "parameters": [*inside, *behind], "responses": _responses()}
 
 
 def _responses() -> dict[str, Any]:

@@ -25,6 +25,14 @@ def _nothing(note: Any) -> None:
     pass
 
 
+def _caller(note: Any) -> Any:
+    """The trace that the caller's headers name (W3C Trace Context), if any."""
+    from opentelemetry import propagate
+
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in note.scope["headers"]}
+    return propagate.extract(headers)
+
+
 @contextlib.contextmanager
 def span(method: str, route: str, note: Any) -> Iterator[Callable[[Any], None]]:
     """A span around one request; the yielded function adds what is known at its end."""
@@ -33,7 +41,8 @@ def span(method: str, route: str, note: Any) -> Iterator[Callable[[Any], None]]:
         yield _nothing
         return
     tracer = api.get_tracer("mlxserve")
-    with tracer.start_as_current_span(f"{method} {route}", kind=api.SpanKind.SERVER) as current:
+    name, kind = f"{method} {route}", api.SpanKind.SERVER
+    with tracer.start_as_current_span(name, context=_caller(note), kind=kind) as current:
         current.set_attribute("http.request.method", method)
         current.set_attribute("http.route", route)
         yield lambda note: _describe(current, note)

@@ -80,6 +80,19 @@ def test_rank_0_that_begins_nothing_is_to_blame_itself() -> None:
     assert (watched.pass_time(30) or "").startswith("Rank 0 (a) has completed no step")
 
 
+def test_no_step_is_due_while_an_adapter_is_put_on() -> None:
+    watched = Watched()
+    watched.all_at(5)
+    assert watched.pass_time(5) is None
+    watched.beats[0] = Beat(SERVING, 5, 5, queued=True, adapting=True)
+    assert watched.pass_time(STARTING_S - 10) is None
+    watched.all_at(5)
+    assert watched.pass_time(9) is None, "the time of a step begins anew"
+    assert "has completed no step for 10 s" in (watched.pass_time(9) or "")
+    watched.beats[0] = Beat(SERVING, 5, 5, queued=True, adapting=True)
+    assert "for 60 s" in (watched.pass_time(STARTING_S + 10) or "")
+
+
 def test_slow_steps_get_twenty_times_their_usual_time() -> None:
     watched = Watched()
     for step in range(5):  # 4 s each

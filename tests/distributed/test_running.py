@@ -143,6 +143,7 @@ def test_two_ranks_by_tensors(tmp_path: Path) -> None:
 def test_four_ranks_by_tensors(tmp_path: Path) -> None:
     model = {"num_key_value_heads": 4}
     cases = [case(tmp_path, "llama", rounds()[:4], model, gathered_bytes=n) for n in (2048, None)]
+    cases.append(case(tmp_path, "llama", adapted(), model, adapters=two_adapters(tmp_path)))
     same_answers(serve("tensor:4", cases), cases)
 
 

@@ -17,7 +17,8 @@ from mlxserve.errors import ModelUnsupported
 from mlxserve.models.check import choose_way
 from mlxserve.models.layout import read_layout
 from mlxserve.models.load import build
-from mlxserve.models.paged import PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import Step
 from tests import tiny
 
 KINDS = [

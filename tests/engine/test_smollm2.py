@@ -13,7 +13,8 @@ from mlxserve import LLM, SamplingParams
 from mlxserve.config import LoadConfig
 from mlxserve.models.layout import plain_caches
 from mlxserve.models.load import LoadedModel, load_gguf
-from mlxserve.models.paged import ROWS, PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import ROWS, Step
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 PAGE = 16

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from mlxserve.engine.engine import Engine
-from mlxserve.models.paged import PagedModel, Step
+from mlxserve.models.paged import PagedModel
+from mlxserve.models.step import Step
 from mlxserve.request import FinishReason, Priority, Request
 from tests.engine.harness import Answer, engine, request, solo_tokens, tiny_model
 

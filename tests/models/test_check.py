@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxserve.models.check import LENGTHS, TOLERANCE, choose_way, disagreement, plain_logits, random_model
-from mlxserve.models.paged import EACH, GROUPED, ROWS, SEQUENCES, SOLO
+from mlxserve.models.step import EACH, GROUPED, ROWS, SEQUENCES, SOLO
 from tests import tiny
 
 SEQUENTIAL = ["deepseek_v3", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5", "qwen3_next"]

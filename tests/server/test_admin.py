@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -13,8 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxserve.errors import Busy, EngineFailed
+from mlxserve.server.logs import JsonLines
 from tests.conftest import package_folder, require
-from tests.server.stub import StubEngine, running
+from tests.server.stub import RunningServer, StubEngine, running
 
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -78,7 +80,9 @@ def test_capabilities(http: httpx.Client, stub: StubEngine) -> None:
     assert {"top_k", "min_p", "regex"} <= set(found["sampling"])
 
 
-def test_the_document_describes_every_path(http: httpx.Client, stub: StubEngine) -> None:
+def test_the_document_describes_every_path(
+    server: RunningServer, http: httpx.Client, stub: StubEngine
+) -> None:
     document = http.get("/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     chat = document["components"]["schemas"]["ChatBody"]
@@ -86,9 +90,11 @@ def test_the_document_describes_every_path(http: httpx.Client, stub: StubEngine)
     assert {"model", "messages"} == set(chat["required"])
     assert chat["properties"]["temperature"]["anyOf"][0]["maximum"] == 5
     assert "without effect" in chat["properties"]["metadata"]["description"]
-    for path, methods in document["paths"].items():
-        for method in methods:
-            assert http.request(method, path, content=b"").status_code not in (404, 405), path
+    told = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
+    for people in ("/", "/static/{name}", "/favicon.ico", "/openapi.json"):
+        told.add(("GET", people))
+    routes = [(route.methods - {"HEAD"}, route.path.replace(":path}", "}")) for route in server.app.routes]
+    assert told == {(method, path) for methods, path in routes for method in methods}
 
 
 def logged(caplog: pytest.LogCaptureFixture, answer: httpx.Response) -> str:
@@ -139,6 +145,23 @@ def test_no_caller_writes_lines_or_facts_into_the_log(form: str, caplog: pytest.
             assert not {"status", "12:00:00"} & {word.partition("=")[0] for word in words[3:]}
 
 
+def test_every_line_is_json_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxserve")
+    engine = StubEngine()
+    engine.script = [RuntimeError("first line\nsecond line")]
+    with running(engine, log_format="json") as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+    request_id = answer.headers["x-request-id"]
+    (access,) = [json.loads(JsonLines().format(r)) for r in caplog.records if request_id in r.getMessage()]
+    (line,) = [JsonLines().format(r) for r in caplog.records if r.exc_info]
+    assert "\n" not in line
+    broken = json.loads(line)
+    assert (broken["level"], access["level"]) == ("error", "warning")
+    assert "second line" in broken["traceback"]
+    assert (access["status"], access["error"]) == (answer.status_code, "internal_error")
+    assert datetime.fromisoformat(access["time"]).tzinfo is not None
+
+
 def test_every_answer_has_an_id(http: httpx.Client, stub: StubEngine) -> None:
     first, second = (http.get("/health").headers["x-request-id"] for _ in range(2))
     assert first != second
@@ -155,9 +178,11 @@ def test_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    caller = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
     with running() as server:
-        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+        httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=caller, timeout=60)
     (span,) = [each for each in exporter.get_finished_spans() if each.name == "POST /v1/chat/completions"]
+    assert span.context is not None and f"{span.context.trace_id:032x}" == "ab" * 16
     assert span.attributes is not None
     assert span.attributes["gen_ai.request.model"] == "stub"
     assert span.attributes["gen_ai.usage.output_tokens"] == 12

@@ -174,3 +174,14 @@ def test_user_text_never_becomes_a_control_token(server: RunningServer, stub: St
     marks = [i for i in stub.seen[0].prompt if i in added]
     names = {i: text for text, i in stub.tokenizer.added_tokens.items()}
     assert [names[i] for i in marks] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
+
+
+def test_a_refusal_that_a_client_echoes_is_what_was_said(server: RunningServer, stub: StubEngine) -> None:
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "user", "content": "y"},
+    ]
+    status, prompt = ask(server, "stub", turns)
+    assert status == 200
+    assert "<|im_start|>assistant\nI will not.<|im_end|>" in prompt

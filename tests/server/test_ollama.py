@@ -181,6 +181,18 @@ def test_show_takes_no_overrides(http: httpx.Client, stub: StubEngine) -> None:
     assert (refused.status_code, "'system'" in refused.json()["error"]) == (400, True)
 
 
+def test_an_empty_call_is_read_too(http: httpx.Client, stub: StubEngine) -> None:
+    empty = {"model": "stub", "prompt": ""}
+    for path, body, word in [
+        ("/api/generate", {**empty, "images": ["aGk="]}, "images"),
+        ("/api/generate", {**empty, "options": {"surprise": 1}}, "options.surprise"),
+        ("/api/chat", {"model": "stub", "messages": [], "options": {"surprise": 1}}, "options.surprise"),
+    ]:
+        answer = http.post(path, json=body)
+        assert answer.status_code == 400
+        assert word in answer.json()["error"]
+
+
 def test_tags_show_version(client: ollama.Client, http: httpx.Client, stub: StubEngine) -> None:
     (model,) = client.list().models
     assert model.model == "stub"

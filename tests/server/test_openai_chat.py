@@ -188,6 +188,13 @@ def test_case_21_prompt_too_long(client: openai.OpenAI, stub: StubEngine) -> Non
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (
+            {
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+                "structured_outputs": {"json": {"type": "object"}},
+            },
+            "structured_outputs",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,3 +266,11 @@ def test_case_59_what_cannot_be_enforced_is_refused_by_the_callers_name(
     response = post(http, **form, stream=stream)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+def test_the_tier_is_told_where_one_was_named(client: openai.OpenAI, stub: StubEngine) -> None:
+    for asked, told in (("flex", "flex"), ("priority", "default"), ("auto", "default")):
+        assert (
+            client.chat.completions.create(model="stub", messages=HI, service_tier=asked).service_tier == told
+        )
+    assert [request.priority for request in stub.seen] == ["batch", "interactive", "interactive"]

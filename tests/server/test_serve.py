@@ -162,6 +162,10 @@ def test_a_file_may_say_every_setting(tmp_path: Path) -> None:
         (["--config", "/nowhere/x.yaml"], "/nowhere/x.yaml"),
         (["--port", "99999"], "port"),
         (["--api-key", ""], "API key"),
+        (["--api-key", "clé"], "API key"),
+        (["--api-key", "two words"], "API key"),
+        (["--cors-origin", "https://page.example/"], "https://page.example/"),
+        (["--cors-origin", "page.example"], "page.example"),
     ],
 )
 def test_wrong_flags_are_one_sentence(
