@@ -242,10 +242,11 @@ def _start(plan: Plan) -> None:
 
 def _set_up_log(server: ServerConfig) -> None:
     """Our own lines on standard error; other packages only where something is wrong."""
+    from mlxserve.server.logs import JsonLines
+
+    text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if server.log_format == "json":
-        handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(JsonLines() if server.log_format == "json" else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxserve").setLevel(logging.INFO)
 

@@ -19,7 +19,7 @@ from mlxserve.cache.state import LayerState
 from mlxserve.cache.store import GroupStep, LayerPages
 from mlxserve.errors import ModelUnsupported
 from mlxserve.models.definitions import import_definition
-from mlxserve.models.hooks import install_attention, install_selection
+from mlxserve.models.hooks import install_activation, install_attention, install_selection, on_pages
 from mlxserve.models.layout import Layout, plain_caches, read_layout
 from mlxserve.models.multilora import AdapterStack
 from mlxserve.models.step import GROUPED, ROWS, Step, call_order, calls, group_step, together, wanted_rows
@@ -65,6 +65,7 @@ class PagedModel:
                 self.stores.append(LayerState(state_slots, leaf.arrays))
         self._selection = install_selection(model)
         install_attention()
+        install_activation()
 
     def forward(self, ids: mx.array, step: Step) -> mx.array:
         """Logits (R, V) of the wanted rows, in the order of the segments; ids is (T,)."""
@@ -220,7 +221,8 @@ class PagedModel:
         if self._selection is not None:
             self._selection.take = take
         try:
-            with self.adapters.call(step.row_adapters(), wanted if self._selection is not None else None):
+            heads = wanted if self._selection is not None else None
+            with on_pages(), self.adapters.call(step.row_adapters(), heads):
                 logits = self.model(ids, cache=caches)
         finally:
             if self._selection is not None:

@@ -12,11 +12,12 @@ import tomllib
 from importlib.metadata import version
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
 from mlxserve.models.definitions import REMAPPED, REMAPPED_BY_ARCHITECTURE, find_definition, import_definition
-from mlxserve.models.hooks import find_trunk, install_attention
+from mlxserve.models.hooks import find_trunk, install_activation, install_attention, on_pages
 from tests import tiny
 from tests.conftest import ROOT
 
@@ -68,6 +69,24 @@ def test_other_caches_still_get_mlx_lms_attention() -> None:
     before = model(ids)
     install_attention()
     assert mx.allclose(before, model(ids), atol=0, rtol=0).item()
+
+
+@pytest.mark.parametrize("home", ["llama", "switch_layers"])
+def test_swiglu_is_looked_up_by_name_and_right_on_pages(home: str) -> None:
+    """Against float64, out to where the exponential overflows; elsewhere mlx-lm's own runs."""
+    install_activation()
+    swiglu = import_definition(home).swiglu
+    draw = np.random.default_rng(0)
+    gate = np.concatenate([draw.normal(0, 4, 500), [0, 60, 88, 89, 130, 1e5, -60, -88, -89, -130, -1e20]])
+    x = np.concatenate([draw.normal(0, 4, 510), [1e20]])
+    gate, x = gate.astype(np.float32), x.astype(np.float32)
+    with on_pages():
+        out = np.array(swiglu(mx.array(gate), mx.array(x)))
+    with np.errstate(over="ignore"):
+        truth = gate / (1 + np.exp(-gate.astype(np.float64))) * x
+    np.testing.assert_allclose(out, truth, rtol=3e-6, atol=1e-30)
+    theirs = swiglu.original(mx.array(gate), mx.array(x))
+    assert mx.array_equal(swiglu(mx.array(gate), mx.array(x)), theirs).item()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "mamba2", "qwen3_5"])
