@@ -242,10 +242,11 @@ def _start(plan: Plan) -> None:
 
 def _set_up_log(server: ServerConfig) -> None:
     """Our own lines on standard error; other packages only where something is wrong."""
+    from mlxserve.server.logs import JsonLines
+
+    text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    if server.log_format == "json":
-        handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(JsonLines() if server.log_format == "json" else text)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("mlxserve").setLevel(logging.INFO)
 
@@ -301,7 +302,10 @@ async def _preload(models: Any, name: str, choice: ModelChoice, *, pin: bool) ->
     entry = await models.preload(name, pinned=pin)
     for note in getattr(entry.engine, "notes", ()):
         say(note)
-    say(f"{name}: {show_bytes(entry.card.needed_bytes)}, {entry.engine.context:,} tokens of context")
+    size = (
+        f"{show_bytes(entry.card.needed_bytes)}, " if entry.card.needed_bytes else ""
+    )  # 0: it lies elsewhere
+    say(f"{name}: {size}{entry.engine.context:,} tokens of context")
     for adapter, folder in choice.adapters.items():
         known = await models.load_adapter(name, adapter, Path(folder).expanduser())
         say(f"{known.id}: {known.info.kind} of rank {known.info.rank} on {known.info.layers} layers")

@@ -10,6 +10,8 @@ whether its base is loaded or not; it is put on the engine when it is first aske
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
-from mlxserve.errors import ModelNotFound, UsageError
+from mlxserve.errors import MlxServeError, ModelNotFound, UsageError
 from mlxserve.server.answer import json_response, read_json, service_of
 from mlxserve.server.book import KnownAdapter
 from mlxserve.server.faults import Forbidden
@@ -39,8 +41,20 @@ async def load(request: HttpRequest) -> Response:
     service = service_of(request)
     folder = allowed_folder(body.path, service.config)
     async with service.lend(body.model or service.models.first) as entry:
-        known = await service.models.load_adapter(entry.card.name, body.name, folder)
+        with _naming():
+            known = await service.models.load_adapter(entry.card.name, body.name, folder)
     return json_response(adapter_object(known, service.models))
+
+
+@contextlib.contextmanager
+def _naming() -> Iterator[None]:
+    """Errors about the adapter name the field that says which: a bad name, or a folder where there is none."""
+    try:
+        yield
+    except MlxServeError as error:
+        if error.param == "adapter":
+            error.param = "name" if isinstance(error, UsageError) else "path"
+        raise
 
 
 async def list_all(request: HttpRequest) -> Response:
@@ -82,7 +96,8 @@ def allowed_folder(path: str, config: ServerConfig) -> Path:
     try:
         folder = Path(path).expanduser()
         folder.resolve()
-    except (RuntimeError, ValueError, OSError) as error:  # no such user, a NUL inside, a circle of links
+        folder.exists()
+    except (RuntimeError, ValueError, OSError) as error:  # no such user, a NUL, a circle of links, too long
         raise UsageError(f"{path!r} is no folder's name.", param="path") from error
     if config.adapter_dirs:
         roots = [root.expanduser().resolve() for root in config.adapter_dirs]

@@ -203,5 +203,7 @@ async def _from_starlette(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 405:
-        return await _shown(request, WrongMethod(f"{path} does not take {request.method}."))
+        answer = await _shown(request, WrongMethod(f"{path} does not take {request.method}."))
+        answer.headers.update(error.headers or {})  # Allow
+        return answer
     return await _shown(request, NotFound(f"There is nothing at {path}."))

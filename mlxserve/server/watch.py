@@ -68,10 +68,10 @@ class Watch:
         if scope["path"] in _QUIET:
             return
         level = logging.WARNING if note.status >= 500 else logging.INFO
-        log.log(level, "%s", self._line(scope, note, seconds, error))
-
-    def _line(self, scope: Scope, note: _Note, seconds: float, error: Any) -> str:
         facts = note.facts(seconds, error)
+        log.log(level, "%s", self._line(dict(facts)), extra={"facts": facts})
+
+    def _line(self, facts: dict[str, Any]) -> str:
         if self._config.log_format == "json":
             return json.dumps(facts, ensure_ascii=False)
         head = f"{facts.pop('method')} {_one_word(facts.pop('path'))} {facts.pop('status')}"

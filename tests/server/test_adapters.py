@@ -156,12 +156,18 @@ def test_what_does_not_fit_is_a_400(server: RunningServer, tmp_path: Path) -> No
     wrong = write_adapter(tmp_path / "wrong", other, 1)
     http = httpx.Client(base_url=server.url, timeout=60)
     before = http.get("/v1/adapters").json()
-    bodies = [{"path": str(wrong)}, {"path": str(tmp_path)}, {"name": "a@b"}, {"model": "base@pirate"}]
-    for changes in bodies:
+    bodies: list[tuple[dict[str, str], str | None]] = [
+        ({"path": str(wrong)}, "path"),
+        ({"path": str(tmp_path)}, "path"),
+        ({"path": "/" + "y" * 300}, "path"),
+        ({"name": "a@b"}, "name"),
+        ({"model": "base@pirate"}, "path"),  # on base; that folder is wrong all the same
+    ]
+    for changes, param in bodies:
         body = {"name": "w", "path": str(wrong), **changes}
         response = http.post("/v1/adapters", json=body)
         assert response.status_code == 400, response.text
-        assert response.json()["error"]["message"]
+        assert response.json()["error"]["param"] == param, response.text
     assert http.delete("/v1/adapters/nothing").status_code == 404
     assert http.get("/v1/adapters").json() == before
 
@@ -189,7 +195,7 @@ def test_whose_folders_a_caller_may_name(tmp_path: Path) -> None:
         with pytest.raises(Forbidden):
             allowed_folder(path, inside)
     assert allowed_folder("/etc", ServerConfig()) == Path("/etc")
-    for path in ("~nobody-of-this-name/x", "a\0b"):
+    for path in ("~nobody-of-this-name/x", "a\0b", "/" + "y" * 300):
         with pytest.raises(UsageError, match="no folder's name"):
             allowed_folder(path, ServerConfig())
     with pytest.raises(Forbidden, match="--adapter-dir"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import pytest
-import schemathesis
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxserve.errors import Busy, EngineFailed
+from mlxserve.server.logs import JsonLines
 from tests.conftest import package_folder, require
 from tests.server.stub import RunningServer, StubEngine, running
 
@@ -96,11 +97,6 @@ def test_the_document_describes_every_path(
     assert told == {(method, path) for methods, path in routes for method in methods}
 
 
-def test_schemathesis_reads_the_whole_document(http: httpx.Client) -> None:
-    schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
-    assert {found.ok().method for found in schema.get_all_operations()} == {"get", "post", "delete"}
-
-
 def logged(caplog: pytest.LogCaptureFixture, answer: httpx.Response) -> str:
     """The one line about this answer; strangers may call the same port and be logged beside it."""
     lines = [record.getMessage() for record in caplog.records if record.name == "mlxserve.access"]
@@ -147,6 +143,23 @@ def test_no_caller_writes_lines_or_facts_into_the_log(form: str, caplog: pytest.
             words = shlex.split(line)
             assert words[2] == "404"
             assert not {"status", "12:00:00"} & {word.partition("=")[0] for word in words[3:]}
+
+
+def test_every_line_is_json_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mlxserve")
+    engine = StubEngine()
+    engine.script = [RuntimeError("first line\nsecond line")]
+    with running(engine, log_format="json") as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=60)
+    request_id = answer.headers["x-request-id"]
+    (access,) = [json.loads(JsonLines().format(r)) for r in caplog.records if request_id in r.getMessage()]
+    (line,) = [JsonLines().format(r) for r in caplog.records if r.exc_info]
+    assert "\n" not in line
+    broken = json.loads(line)
+    assert (broken["level"], access["level"]) == ("error", "warning")
+    assert "second line" in broken["traceback"]
+    assert (access["status"], access["error"]) == (answer.status_code, "internal_error")
+    assert datetime.fromisoformat(access["time"]).tzinfo is not None
 
 
 def test_every_answer_has_an_id(http: httpx.Client, stub: StubEngine) -> None:

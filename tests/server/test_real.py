@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -129,6 +131,35 @@ def test_case_18_pages_come_back(real: RunningServer, http: httpx.Client, stream
         or stats["pages_free"] + stats["pages_cached"] >= stats["pages_total"]
     )
     assert text_of(chat(http, max_tokens=3)) is not None
+
+
+def test_dropped_connections_leave_no_page(real: RunningServer, http: httpx.Client) -> None:
+    draws = random.Random(5)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HI, "n": 2, "max_tokens": 200},
+        "/v1/completions": {"prompt": ["a" * 200, "b" * 50], "max_tokens": 200},
+        "/api/chat": {"messages": HI, "options": {"num_predict": 200}, "format": "json"},
+        "/v1/embeddings": {"input": ["x" * 300] * 20},
+    }
+    chat(http, max_tokens=1)
+    tasks = real.tasks()
+    for i in range(40):
+        path = draws.choice(list(bodies))
+        stream = {"stream": True} if i % 2 and path != "/v1/embeddings" else {}
+        content = json.dumps({"model": "tiny-chat", **bodies[path], **stream}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", real.port), timeout=60) as line:
+            line.sendall(head.encode() + content)
+            line.settimeout(draws.random() * 0.05)
+            with contextlib.suppress(TimeoutError):
+                line.recv(draws.choice([1, 4096]))
+    end = time.monotonic() + 60
+    while real.tasks() > tasks or any(engine_stats(real)[name] for name in ("queue", "running")):
+        assert time.monotonic() < end, engine_stats(real)
+        time.sleep(0.02)
+    left = engine_stats(real)
+    assert left["pages_free"] + left["pages_cached"] == left["pages_total"]
+    assert real.models.loaded[0].users == 0
 
 
 def test_case_21_twice_the_context(http: httpx.Client) -> None:

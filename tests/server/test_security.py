@@ -174,8 +174,11 @@ def test_unknown_paths_and_methods() -> None:
         assert http.get("/v1/nothing").status_code == 404
         assert http.get("/v1/nothing").json()["error"]["code"] == "not_found"
         assert http.get("/v1/chat/completions").status_code == 405
+        assert http.get("/v1/chat/completions").headers["allow"] == "POST"
         assert http.get("/static/..%2fapp.py").status_code == 404
         assert http.get("/static/app.py").status_code == 404
+        assert http.get("/static/" + "a" * 300 + ".js").status_code == 404
+        assert http.get("/static/a%00.js").status_code == 404
 
 
 def test_tokens_of_the_engine_never_leak_into_errors() -> None:
