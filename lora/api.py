@@ -191,7 +191,7 @@ def run(
     folder = Path(config.save.dir)
     add_adapters(base.model, config.lora, seed=config.train.seed)
     share = divide(base.model) if divide else data_parallel(group)
-    loggers = _loggers(config, folder, resume) if share.writes else []
+    loggers = _loggers(config, folder, resume, show=watch is None) if share.writes else []
     watchers: list[Callable[[Event], None]] = [*loggers, *([watch] if watch else [])]
     try:
         trainer = _trainer(prepared, folder, watchers, generate, share, stop)
@@ -203,11 +203,11 @@ def run(
             logger.close()
 
 
-def _loggers(config: RunConfig, folder: Path, resume: bool) -> list[Logger]:
+def _loggers(config: RunConfig, folder: Path, resume: bool, *, show: bool) -> list[Logger]:
     """What the process that writes tells of its run."""
     if not resume:
         require_free(folder)
-    shown = live()
+    shown = live() if show else None
     others = [other_logger(name, folder, to_dict(config)) for name in config.log.to]
     return [Files(folder, jsonl=config.log.jsonl), *([shown] if shown else []), *others]
 
@@ -288,7 +288,7 @@ def finetune(
     config: a RunConfig, the same as a dict, or a YAML file. settings: `a.b=c` put over it.
     generate(base, prompt, max_tokens) -> text writes the samples of eval.samples, `complete` if it is None.
     group: mx.distributed's. budget_bytes: what the run may take; None asks nothing, and blocks are then computed
-    twice only where train.checkpointing says so. In a notebook figures and curves are shown while it trains.
+    twice only where train.checkpointing says so. In a notebook figures and curves are shown while it trains, unless `watch` is told.
     Raises UsageError for settings or rows, DoesNotFit before anything runs, TrainingDiverged, Cancelled.
     """
     if isinstance(config, str | Path):
