@@ -288,7 +288,8 @@ def finetune(
     config: a RunConfig, the same as a dict, or a YAML file. settings: `a.b=c` put over it.
     generate(base, prompt, max_tokens) -> text writes the samples of eval.samples, `complete` if it is None.
     group: mx.distributed's. budget_bytes: what the run may take; None asks nothing, and blocks are then computed
-    twice only where train.checkpointing says so. In a notebook figures and curves are shown while it trains, unless `watch` is told.
+    twice only where train.checkpointing says so. In a notebook figures and curves are shown while it trains,
+    unless `watch` is told.
     Raises UsageError for settings or rows, DoesNotFit before anything runs, TrainingDiverged, Cancelled.
     """
     if isinstance(config, str | Path):
