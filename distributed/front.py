@@ -112,6 +112,10 @@ class FrontEngine:
         self.tokenizer = tokenizer
         self.config = config
         self.adapters = worker.adapters
+        divided = (
+            [f"Divided over {worker.split.size} ranks: {worker.split}."] if worker.split.size > 1 else []
+        )
+        self.notes = [*divided, *facts.notes]
 
     def stats(self) -> dict[str, Any]:
         """Rank 0's figures as it last told them; while there is no rank, its requests wait here."""
@@ -160,6 +164,7 @@ class FrontWorker:
         self._closed = False
         self._up: Future[Facts] = Future()
         self._launcher = launcher
+        self.split = split
         self.adapters = FrontAdapters(self)
         self._outbox: queue.SimpleQueue[tuple[Channel, Call, bytes] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="mlxserve-calls", daemon=True).start()

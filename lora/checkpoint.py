@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve.errors import UsageError
+from mlxserve.errors import MlxServeError, UsageError
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 PARTIAL, OLD = ".writing-", ".old-"
@@ -52,21 +52,24 @@ def state_of(numbers: mx.array) -> State:
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a folder beside `target`, then put it in target's place.
 
-    Killed at any moment, the old folder or the new one is there (after `recover`), never a mixture.
+    Killed at any moment, the old folder or the new one is there (after `recover`), never a mixture. Raises
+    MlxServeError where the disk does not take it; the old folder is there then.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{PARTIAL}{target.name}")
     old = target.with_name(f"{OLD}{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         fill(partial)
-    except BaseException:
+        for path in partial.rglob("*"):
+            _sync(path)
+        _sync(partial)
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | RuntimeError):  # the latter is how MLX says that a file is not written
+            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            raise MlxServeError(f"{target} cannot be written: {str(reason).rstrip('.')}.") from error
         raise
-    for path in partial.rglob("*"):
-        _sync(path)
-    _sync(partial)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)

@@ -25,7 +25,7 @@ BITS = (2, 3, 4, 5, 6, 8)  # that MLX can pack weights to
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Which rows, and which of their tokens are trained.
+    """Which rows, and which of their tokens are trained. format: auto looks at the rows' fields.
 
     train: a file (jsonl, json, csv, parquet) or a folder holding train.jsonl and maybe valid.jsonl.
     valid: a file, a share of the training rows in (0, 1), or null for none; test: a file for `eval`.
@@ -48,7 +48,8 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What is trained. The adapter's product is scaled by alpha/rank, with rslora by alpha/sqrt(rank).
+    """What is trained: type lora, dora, or full, which is the model itself. The adapter's product is scaled by
+    alpha/rank, with rslora by alpha/sqrt(rank). dropout: of the adapters' inputs.
 
     targets: all-linear (every linear layer of the blocks), attention, mlp, or names or path endings, as a list
     or with commas. layers: all, or how many of the last ones. plus_ratio: LoRA+'s learning-rate ratio of b to
@@ -71,13 +72,20 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How it is trained. tokens_per_batch counts padded tokens of one micro-batch; rows_per_batch is a limit
-    of its rows (or pairs) beside that.
+    """How it is trained. objective: sft, or dpo/orpo on preference rows with `beta`. epochs: times that every
+    row is seen. steps: stop after so many optimiser steps; null trains `epochs`.
 
-    steps: stop after so many optimiser steps; null trains `epochs`. warmup: a share of all steps below 1,
-    else a number of steps. clip: the gradient's norm at most, 0 for no clipping. loss_chunk: rows of the
-    head computed at a time. compile: fuse each step's operations; auto does on an accelerator, where no C++
-    compiler runs for it. objective: sft, or dpo/orpo on preference rows with `beta`.
+    tokens_per_batch counts padded tokens of one micro-batch; rows_per_batch is a limit of its rows (or pairs)
+    beside that. accumulate: micro-batches of one optimiser step, each target weighing the same. max_seq: tokens
+    of a row at most. packing: rows of a batch stand behind one another, unpadded, each for itself.
+
+    lr: the highest learning rate, reached by warmup (a share of all steps below 1, else a number of steps);
+    schedule: how it falls from there, to min_lr_ratio of it. optimizer: adamw8bit and adafactor need little
+    memory. weight_decay: of the optimiser. clip: the gradient's norm at most, 0 for no clipping.
+
+    checkpointing: compute each block twice instead of keeping its values; auto does where memory would be tight.
+    loss_chunk: rows of the head computed at a time. compile: fuse each step's operations; auto does on an
+    accelerator, where no C++ compiler runs for it. seed: of the adapter's start, the rows' order and dropout.
     """
 
     objective: Literal["sft", "dpo", "orpo"] = "sft"
@@ -105,8 +113,9 @@ class TrainConfig:
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
     """every: steps between evaluations, 0 for only the last. patience: evaluations without a better loss
-    before the run stops; null never stops. samples: a file of prompts, one a line, answered at each
-    evaluation (as often, where nothing is held out)."""
+    before the run stops; null never stops. keep: which adapter becomes final/, the best by held-out loss or the
+    last. samples: a file of prompts, one a line, answered at each evaluation (as often, where nothing is held
+    out) with sample_tokens tokens at most."""
 
     every: int = 100
     patience: int | None = None
@@ -224,6 +233,38 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def write_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One section for a person: what it is about, and (key, what it takes, default) of each setting."""
+
+    name: str
+    about: str
+    settings: list[tuple[str, str, str]]
+
+
+def described() -> list[Described]:
+    """Every setting there is; first those that stand in no section."""
+    hints = typing.get_type_hints(RunConfig)
+    sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    plain = [f for f in dataclasses.fields(RunConfig) if f.name not in sections]
+    kinds: dict[str, Any] = {"": RunConfig, **sections}
+    return [
+        Described(
+            name,
+            " ".join(str(kind.__doc__).split()),
+            [_described(name, kind, f) for f in (dataclasses.fields(kind) if name else plain)],
+        )
+        for name, kind in kinds.items()
+    ]
+
+
+def _described(section: str, kind: Any, setting: dataclasses.Field[Any]) -> tuple[str, str, str]:
+    default = setting.default_factory() if callable(setting.default_factory) else setting.default
+    words = _words(typing.get_type_hints(kind)[setting.name])
+    shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+    return f"{section}.{setting.name}" if section else setting.name, words, shown
 
 
 def _section(kind: type[Section], values: Any, path: str) -> Section:

@@ -22,6 +22,9 @@ class Html:
     def __init__(self, text: str) -> None:
         self.text = text
 
+    def __repr__(self) -> str:
+        return ""
+
     def _repr_html_(self) -> str:
         return self.text
 

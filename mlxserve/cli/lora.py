@@ -17,7 +17,8 @@ import click
 from mlxserve.cli import lora_adapters, lora_show
 from mlxserve.cli.common import say, table
 from mlxserve.cli.lora_common import FOLDER, find_recipe, recipes, require_model, run_options
-from mlxserve.lora.config import RunConfig, read_config
+from mlxserve.errors import UsageError
+from mlxserve.lora.config import RunConfig, described, read_config
 
 if TYPE_CHECKING:
     from mlxserve.lora.api import Prepared
@@ -225,6 +226,21 @@ def show_recipes(name: str | None) -> None:
         return
     known = recipes().items()
     click.echo(table([[name, path.read_text(encoding="utf-8").splitlines()[0][2:]] for name, path in known]))
+
+
+@lora.command("settings")
+@click.argument("section", required=False)
+def show_settings(section: str | None) -> None:
+    """List every setting of a run, what it takes and its default; of one section only, if named."""
+    known = described()
+    chosen = [part for part in known if section in (None, part.name)]
+    if not chosen:
+        names = ", ".join(part.name for part in known if part.name)
+        raise UsageError(f"There is no section {section!r}; there are {names}.", param="section")
+    for place, part in enumerate(chosen):
+        head = f"{part.name}: {part.about}" if part.name else part.about
+        click.echo(("\n" if place else "") + click.wrap_text(head, 100))
+        click.echo(table([["", "TAKES", "DEFAULT"], *map(list, part.settings)]))
 
 
 for _command in lora_adapters.COMMANDS:

@@ -64,8 +64,11 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
     data = encode_rows(rows, config, base.tokenizer)
     facts: dict[str, dict[str, float]] = {}
 
-    def measure(name: str) -> None:
-        trainer = Trainer(base.model, config, data, vocabulary=base.vocabulary, architecture=base.config)
+    def judge() -> Trainer:
+        """Knows what a preference training compares with: the model without what was trained."""
+        return Trainer(base.model, config, data, vocabulary=base.vocabulary, architecture=base.config)
+
+    def measure(name: str, trainer: Trainer) -> None:
         loss = trainer.evaluate(data, 0)
         facts[name] = {"loss": loss}
         if config.train.objective == "sft":
@@ -74,12 +77,16 @@ def evaluate(adapter: Path, config: RunConfig, match: str | None, max_tokens: in
             facts[name]["exact_match"] = _exact_match(base, pairs, pattern, max_tokens, config)
 
     if full:
-        measure("base")
-    adapters.attach(base.model, found)
-    if not full:
+        base.model.freeze()  # nothing is trained here, so no optimiser needs room
+        trainer = judge()
+        measure("base", trainer)
+        adapters.attach(base.model, found)
+    else:
+        adapters.attach(base.model, found)
+        trainer = judge()
         with base_only(base.model):
-            measure("base")
-    measure("adapter")
+            measure("base", trainer)
+    measure("adapter", trainer)
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return

@@ -302,7 +302,10 @@ async def _preload(models: Any, name: str, choice: ModelChoice, *, pin: bool) ->
     entry = await models.preload(name, pinned=pin)
     for note in getattr(entry.engine, "notes", ()):
         say(note)
-    say(f"{name}: {show_bytes(entry.card.needed_bytes)}, {entry.engine.context:,} tokens of context")
+    size = (
+        f"{show_bytes(entry.card.needed_bytes)}, " if entry.card.needed_bytes else ""
+    )  # 0: it lies elsewhere
+    say(f"{name}: {size}{entry.engine.context:,} tokens of context")
     for adapter, folder in choice.adapters.items():
         known = await models.load_adapter(name, adapter, Path(folder).expanduser())
         say(f"{known.id}: {known.info.kind} of rank {known.info.rank} on {known.info.layers} layers")

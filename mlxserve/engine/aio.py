@@ -72,6 +72,11 @@ class AsyncLLM:
         return self._engine.loaded.config
 
     @property
+    def notes(self) -> list[str]:
+        """What was done other than asked, for people to read."""
+        return list(self._engine.notes)
+
+    @property
     def healthy(self) -> bool:
         return self._worker.healthy
 

@@ -120,8 +120,8 @@ class LLM:
 
     @property
     def notes(self) -> list[str]:
-        """What was done other than asked while loading, for people to read."""
-        return list(self._engine.loaded.notes)
+        """What was done other than asked, for people to read."""
+        return list(self._engine.notes)
 
     def stats(self) -> dict[str, Any]:
         """Figures of the engine, see `Engine.stats`."""

@@ -2,9 +2,9 @@
 
 Knows: how long recent steps took, with prompts and without. Does not know what they computed or for whom.
 
-The budget follows what is measured: after a step that used it up, it is scaled by goal over time taken,
-within bounds, so that it settles where a step takes the goal, whatever the machine's costs are and however
-they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
+The budget follows what is measured: after a step that used it up, it is scaled by goal over time taken, both
+less what the streams alone take if that is known, within bounds, so that it settles where a step takes the
+goal, whatever the machine's costs are and however they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
 
 The goal is a little below the target. Where the streams alone take more than half of the target it is
 `STRETCH` times what they take: as long as they leave room for prompts, up to the target, and beyond it once no
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 # Aim a little below the target: steps vary, and a step is not interrupted.
 MARGIN = 0.8
-SLOWEST_CHANGE, FASTEST_CHANGE = 0.6, 1.5
+SLOWEST_CHANGE, FASTEST_CHANGE = 0.6, 2.0
 STRETCH = 2.0
 
 
@@ -51,7 +51,7 @@ class Pace:
         if prompt_tokens == 0:
             self._record_bare(streams, elapsed_s)
             return
-        ratio = self._goal_s(streams) / elapsed_s
+        ratio = self._ratio(streams, elapsed_s)
         if self._budget is None or streams == 0:
             # Nobody waited; it only tells where to begin when somebody will.
             self._budget = self._bounded(prompt_tokens * ratio)
@@ -75,6 +75,13 @@ class Pace:
         if self._bare is not None and self._bare.tells_of(streams):
             elapsed_s = (self._bare.elapsed_s + elapsed_s) / 2
         self._bare = _Bare(streams, elapsed_s)
+
+    def _ratio(self, streams: int, elapsed_s: float) -> float:
+        """What the budget is to be scaled by: the time that prompts may take over the time they took."""
+        goal_s, fixed_s = self._goal_s(streams), 0.0
+        if streams and self._bare is not None and self._bare.tells_of(streams):
+            fixed_s = min(self._bare.elapsed_s, elapsed_s / 2, goal_s / 2)
+        return (goal_s - fixed_s) / (elapsed_s - fixed_s)
 
     def _goal_s(self, streams: int) -> float:
         """How long a step with prompts may take."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from mlxserve.cli.main import main
+from mlxserve.lora.config import RunConfig, to_dict
 from tests.conftest import ROOT
 
 RECIPES = sorted(path.stem for path in (ROOT / "lora" / "recipes").glob("*.yaml"))
@@ -87,13 +89,14 @@ def test_from_rows_to_a_fused_model(
     assert (tmp_path / "fused" / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_eval_of_chats_and_of_preferences(
-    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """The base is the one that the adapter names; before a preference training both answers are equally likely."""
     pairs = _write(tmp_path, ROWS["dpo"])
     dpo = ("--set", "train.objective=dpo")
-    settings = _settings(tiny_llama, pairs, tmp_path / "run", "train.lr=0.1", "lora.rank=2")
+    settings = _settings(tiny_llama, pairs, tmp_path / "run", "train.lr=0.1", f"lora.type={kind}")
     assert main(["lora", "train", *settings, *dpo]) == 0
     capsys.readouterr()
     assert (
@@ -207,3 +210,19 @@ def test_eval_packs_the_base_as_it_was_in_training(
 
     named = ("--set", f"model={tiny_llama}")
     assert loss() == loss(*named, "--set", "quantize=4") != loss(*named)
+
+
+def test_every_setting_is_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    values = to_dict(RunConfig())
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    assert main(["lora", "settings"]) == 0
+    shown = capsys.readouterr().out.split()
+    for section, keys in sections.items():
+        assert {f"{section}.{key}" for key in keys} <= set(shown)
+        assert main(["lora", "settings", section]) == 0
+        about, _, listed = capsys.readouterr().out.partition("TAKES")
+        assert "model" not in listed.split()
+        for key in keys:
+            assert re.search(rf"\b{key}\b", about), f"{section}.{key} is not explained"
+    assert main(["lora", "settings", "nothing"]) == 2
+    assert "there are data, lora" in capsys.readouterr().err

@@ -64,6 +64,10 @@ def adapters_at(server: Server) -> dict[str, bool]:
 
 
 def test_two_adapters_and_the_base_at_once(server: Server, alone: LLM, model: Path) -> None:
+    assert (
+        "Divided over 2 ranks: tensor:2.\n" in server.said
+        and "llama: 1,024 tokens of context\n" in server.said
+    )
     assert any("llama@one: lora of rank 4 on 9 layers" in line for line in server.said)
     body = {"name": "two", "path": str(model.parent / "two")}
     added = httpx.post(f"{server.url}/v1/adapters", json=body, timeout=WAIT_S).json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from mlxserve import LLM, Output, SamplingParams
 from mlxserve.config import EngineConfig, LoadConfig
+from mlxserve.engine.aio import AsyncLLM
 from mlxserve.errors import ModelNotFound, PromptTooLong, UsageError
 from mlxserve.request import FinishReason
 
@@ -31,6 +33,21 @@ def test_one_prompt_several_prompts_and_token_ids(llm: LLM) -> None:
     assert alone.metrics.prompt_tokens == 5 and alone.metrics.completion_tokens == 8
     assert alone.metrics.time_to_first_token_s is not None
     assert llm.tokenizer.decode(alone.token_ids) == alone.text
+
+
+def test_what_the_engine_does_other_than_asked_is_noted(tiny_llama: Path) -> None:
+    settings = EngineConfig(kv_bits=8)
+    with LLM(str(tiny_llama), engine=settings) as narrow:
+        assert any("keep their cache in 16 bits" in note for note in narrow.notes)
+
+    async def notes() -> list[str]:
+        llm = await AsyncLLM.start(str(tiny_llama), engine=settings)
+        try:
+            return llm.notes
+        finally:
+            await llm.close()
+
+    assert asyncio.run(notes()) == narrow.notes
 
 
 def test_settings_for_each_prompt(llm: LLM) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxserve.errors import Cancelled, Unsupported, UsageError
+from mlxserve.errors import Cancelled, MlxServeError, Unsupported, UsageError
 from mlxserve.lora import adapters, checkpoint
 from mlxserve.lora.batches import make_batch
 from mlxserve.lora.config import RunConfig, from_dict
@@ -364,6 +364,18 @@ def test_every_moment_of_a_replacement_is_safe(tmp_path: Path, moment: str) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["best"]
 
 
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    checkpoint.write_folder(tmp_path / "best", lambda folder: (folder / "a").touch())
+
+    def fill(folder: Path) -> None:
+        (folder / "b").touch()
+        raise RuntimeError("[write] Unable to write 99 bytes to file.")
+
+    with pytest.raises(MlxServeError, match="best cannot be written: .*99 bytes to file.$"):
+        checkpoint.write_folder(tmp_path / "best", fill)
+    assert [path.name for path in tmp_path.rglob("*")] == ["best", "a"]
+
+
 def test_case_58_one_long_row_is_its_own_batch_and_memory_stays_bounded() -> None:
     draw = np.random.default_rng(0)
     items = [_sample(draw, 20, 5, f"f:{i}") for i in range(20)] + [_sample(draw, 1000, 900, "f:long")]
@@ -397,7 +409,7 @@ def test_a_run_that_stopped_early_is_not_taken_further(tmp_path: Path) -> None:
 
 
 def test_stopped_in_an_evaluation_it_is_done_again(tmp_path: Path) -> None:
-    config = _config(eval={"every": 2}, train={"steps": 4, "rows_per_batch": 1})
+    config = _config(eval={"every": 2}, train={"steps": 3, "rows_per_batch": 1}, lora={"layers": 1})
     valid = _data(3, seed=5)
     whole = _trainer(config, valid=valid, run=tmp_path / "whole").run()
     stopped = _trainer(config, valid=valid, run=tmp_path / "cut")
