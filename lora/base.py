@@ -45,7 +45,8 @@ SHARD_BYTES = 4 * 2**30
 class Base:
     """A model to train: `name` as the user wrote it, `config` with the quantisation that it has now.
 
-    stored: the dtype that floats have in its files, and that `write_model` gives them again.
+    stored: where this device computes in another dtype than the files have, the one that `write_model` gives
+    floats again; kept: names of those that the files, too, have in float32.
     """
 
     name: str
@@ -53,7 +54,8 @@ class Base:
     model: nn.Module
     config: dict[str, Any]
     tokenizer: Tokenizer
-    stored: mx.Dtype = mx.float32
+    stored: mx.Dtype | None = None
+    kept: frozenset[str] = frozenset()
 
     @property
     def vocabulary(self) -> int:
@@ -71,7 +73,7 @@ def open_base(name: str, *, quantize: int | None = None, group_size: int = 64, f
     if files.kind == "folder" and _is_packed(files.path):
         model, config = _load_packed(files)
         _refuse_other_bits(name, config, quantize)
-        return Base(name, files.path, model, config, load_tokenizer(files.path), _stored(files))
+        return Base(name, files.path, model, config, load_tokenizer(files.path), **_stored(files))
     # Of a GGUF file the loader takes the blocks apart first; on a CPU it would unpack what it has packed.
     at_once = quantize if files.kind == "gguf" and mx.default_device() != mx.cpu else None
     loaded = load(files, LoadConfig(quantize_bits=at_once, quantize_group_size=group_size))
@@ -91,20 +93,24 @@ def open_base(name: str, *, quantize: int | None = None, group_size: int = 64, f
         tokenizer = tokenizer_from_gguf(loaded.metadata)
     else:
         tokenizer = load_tokenizer(files.path)
-    return Base(name, files.path, loaded.model, config, tokenizer, _stored(files))
+    return Base(name, files.path, loaded.model, config, tokenizer, **_stored(files))
 
 
-def _stored(files: ModelFiles) -> mx.Dtype:
-    """The dtype of most floats in a model's files; GGUF blocks stand for bfloat16."""
-    dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+def _stored(files: ModelFiles) -> dict[str, Any]:
+    """`stored` and `kept` of a Base; GGUF blocks stand for bfloat16."""
+    if mx.default_device() != mx.cpu:
+        return {}
     if files.kind == "gguf":
-        return mx.bfloat16
+        return {"stored": mx.bfloat16}
+    dtypes = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+    tensors = inspect(files.path).tensors
     sizes = dict.fromkeys(dtypes, 0)
-    for tensor in inspect(files.path).tensors.values():
+    for tensor in tensors.values():
         if tensor.dtype in sizes:
             sizes[tensor.dtype] += tensor.nbytes
     most = max(sizes, key=lambda name: sizes[name])
-    return dtypes[most] if sizes[most] else mx.bfloat16
+    kept = frozenset(name for name, tensor in tensors.items() if tensor.dtype == "F32" != most)
+    return {"stored": dtypes[most] if sizes[most] else mx.bfloat16, "kept": kept}
 
 
 def unpack_blocks(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -166,7 +172,7 @@ def write_model(target: Path, base: Base, model: nn.Module) -> None:
 
     def fill(folder: Path) -> None:
         arrays = tree_flatten(model.parameters())
-        _write_weights(folder, {name: _as_stored(value, base.stored) for name, value in arrays})
+        _write_weights(folder, {name: _as_stored(name, value, base) for name, value in arrays})
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         if not base.path.is_dir():
             _write_tokenizer(folder, base.tokenizer)
@@ -178,8 +184,10 @@ def write_model(target: Path, base: Base, model: nn.Module) -> None:
     write_folder(target, fill)
 
 
-def _as_stored(value: mx.array, dtype: mx.Dtype) -> mx.array:
-    return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
+def _as_stored(name: str, value: mx.array, base: Base) -> mx.array:
+    if base.stored is None or name in base.kept or not mx.issubdtype(value.dtype, mx.floating):
+        return value
+    return value.astype(base.stored)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

@@ -173,13 +173,17 @@ def fuse(adapter: Path, model: str | None, output: Path, keep: Any) -> None:
     adapters.attach(base.model, found)
     report = fusing.fuse(base.model, keep=keep, dtype=base.stored)
     write_model(output, base, base.model)
-    for row in report:
-        if row.drift > fusing.MAX_DRIFT:
-            say(f"Warning: {row.path} in {row.form} is off by {row.drift:.0%} of what the adapter adds.")
     if report:
-        worst = max(row.drift for row in report)
+        worst = max(report, key=lambda row: row.drift)
+        lost = sum(row.drift > fusing.MAX_DRIFT for row in report)
+        if lost:
+            say(
+                f"Warning: {lost} of {len(report)} layers keep less than half of what the adapter adds; the worst, "
+                f"{worst.path} in {worst.form}, is off by {worst.drift:.0%} of it. The adapter is whole where it "
+                "is served unfused (--adapter)."
+            )
         forms = ", ".join(sorted({row.form for row in report}))
-        say(f"{len(report)} layers fused ({forms}); largest drift {worst:.1%} of the adapter.")
+        say(f"{len(report)} layers fused ({forms}); largest drift {worst.drift:.1%} of the adapter.")
     click.echo(output)
 
 

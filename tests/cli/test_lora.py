@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxserve.cli.main import main
+from mlxserve.lora.base import open_base, write_model
 from mlxserve.lora.config import RunConfig, to_dict
 from tests.conftest import ROOT
 
@@ -123,6 +124,31 @@ def test_what_cannot_be_written_leaves_nothing(
     assert main(["lora", command, str(tmp_path / "run" / "final"), "-o", str(target)]) == 2
     words = "no folder to write to" if command == "fuse" else "has no PEFT form"
     assert words in capsys.readouterr().err and sorted(tmp_path.iterdir()) == before
+
+
+def test_one_warning_tells_what_fusing_has_lost(
+    tiny_llama: Path, tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = _settings(
+        tiny_llama, rows, tmp_path / "run", "train.steps=1", "train.lr=1e-5", "lora.layers=1"
+    )
+    assert main(["lora", "train", *settings]) == 0
+    base = tmp_path / "packed"
+    opened = open_base(str(tiny_llama), quantize=4)
+    write_model(base, opened, opened.model)
+    run = [
+        str(tmp_path / "run" / "final"),
+        "-m",
+        str(base),
+        "-o",
+        str(tmp_path / "fused"),
+        "--keep",
+        "packed",
+    ]
+    assert main(["lora", "fuse", *run]) == 0
+    said = capsys.readouterr().err
+    assert said.count("Warning") == 1
+    assert re.search(r"Warning: 7 of 7 layers keep less than half .* in 4 bits, is off by \d+% of it", said)
 
 
 def test_what_is_said_before_training(
