@@ -4,7 +4,8 @@ Knows: how long recent steps took, with prompts and without. Does not know what 
 
 The budget follows what is measured: after a step that used it up, it is scaled by goal over time taken, both
 less what the streams alone take if that is known, within bounds, so that it settles where a step takes the
-goal, whatever the machine's costs are and however they change. One slow step costs little, and a budget that became small by accident grows back in a few steps.
+goal, whatever the machine's costs are and however they change. One slow step costs little, and a budget that
+became small by accident grows back in a few steps.
 
 The goal is a little below the target. Where the streams alone take more than half of the target it is
 `STRETCH` times what they take: as long as they leave room for prompts, up to the target, and beyond it once no

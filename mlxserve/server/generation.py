@@ -71,12 +71,16 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Block:
-    """A stretch of a reply: text, reasoning, or one tool call (`text` then is its arguments, JSON)."""
+    """A stretch of a reply: text, reasoning, or one tool call (`text` then is its arguments, JSON).
+
+    logprobs: of text, those of all tokens since the text before it.
+    """
 
     kind: Kind
     text: str = ""
     id: str = ""
     name: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -88,6 +92,7 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason = FinishReason.STOP
     stopped_by: str | None = None
+    _waiting: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -102,11 +107,13 @@ class Reply:
         return [block for block in self.blocks if block.kind is Kind.CALL]
 
     def add(self, step: Step) -> None:
+        self._waiting.extend(step.delta.logprobs)
         for event in step.events:
             self._add_event(event)
         self.logprobs.extend(step.delta.logprobs)
         self.token_ids.extend(step.delta.token_ids)
         if step.finish is not None:
+            self._give_logprobs()
             self.finish = step.finish
             self.stopped_by = step.delta.stopped_by
 
@@ -114,16 +121,25 @@ class Reply:
         match event:
             case Text(text):
                 self._block(Kind.TEXT).text += text
+                self._give_logprobs()
             case Reasoning(text):
                 self._block(Kind.THOUGHT).text += text
             case ToolStart(id=id_, name=name):
+                self._give_logprobs()
                 self.blocks.append(Block(Kind.CALL, id=id_, name=name))
             case ToolArguments(index=index, delta=text):
                 self.calls[index].text += text
 
+    def _give_logprobs(self) -> None:
+        """To the text that is being written, those that wait."""
+        if self.blocks and self.blocks[-1].kind is Kind.TEXT:
+            self.blocks[-1].logprobs += self._waiting
+            self._waiting.clear()
+
     def _block(self, kind: Kind) -> Block:
         """The block that is being written, or a new one of this kind."""
         if not self.blocks or self.blocks[-1].kind is not kind:
+            self._give_logprobs()
             self.blocks.append(Block(kind))
         return self.blocks[-1]
 

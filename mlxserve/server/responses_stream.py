@@ -28,7 +28,7 @@ def item_object(
     status = "incomplete" if last and reply.finish is FinishReason.LENGTH else "completed"
     match block.kind:
         case Kind.TEXT:
-            logprobs = [logprob_object(entry, dialogue) for entry in reply.logprobs]
+            logprobs = [logprob_object(entry, dialogue) for entry in block.logprobs]
             return message_item(make_id("msg"), status, [text_part(block.text, logprobs)])
         case Kind.THOUGHT:
             return reasoning_item(make_id("rs"), block.text, body)

@@ -244,6 +244,22 @@ def test_responses_tools(client: openai.OpenAI, http: httpx.Client, stub: StubEn
     assert "Let me see." in prompt
 
 
+def test_responses_logprobs_stand_beside_their_own_text(client: openai.OpenAI, stub: StubEngine) -> None:
+    stub.script = ["Look: ", f"<tool_call>\n{CALL}\n</tool_call>", "\nDone", "."]
+    settings: dict[str, Any] = {"model": "stub", "input": "Read", "tools": [FLAT], "top_logprobs": 1}
+    whole = client.responses.create(**settings).output
+    with client.responses.stream(**settings) as stream:
+        streamed = stream.get_final_response().output
+    assert [item.type for item in whole] == ["message", "function_call", "message"]
+    for item in (0, 2):
+        one, other = whole[item].content[0], streamed[item].content[0]
+        assert one.text == other.text
+        assert [entry.token for entry in one.logprobs] == [entry.token for entry in other.logprobs]
+        tokens = "".join(entry.token for entry in one.logprobs)
+        assert one.text.strip() in tokens
+    assert "Done" not in "".join(entry.token for entry in whole[0].content[0].logprobs)
+
+
 def test_responses_reasoning_as_summary_and_sealed(client: openai.OpenAI, stub: StubEngine) -> None:
     stub.script = THINKING
     settings: dict[str, Any] = {
