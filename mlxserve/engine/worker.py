@@ -88,6 +88,7 @@ class Worker:
         self._ready: Future[Engine] = Future()
         self._on_death = on_death
         self._sinks: dict[str, Sink] = {}
+        self._calls: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._beside: deque[Beside[Any]] = deque()
         self._due_s = 0.0  # when the work beside wants its next turn
@@ -124,12 +125,15 @@ class Worker:
         def task(engine: Engine) -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            self._calls.discard(future)
             try:
                 future.set_result(work(engine))
             except BaseException as error:
                 future.set_exception(error)
 
-        self._refuse_if_gone()
+        with self._lock:
+            self._refuse_if_gone()
+            self._calls.add(future)
         self._inbox.put(task)
         return future
 
@@ -138,15 +142,18 @@ class Worker:
 
         While answers run it gets at most half of the time, and a turn's limit is the engine's gap target.
         """
-        self._refuse_if_gone()
-        seat = Beside(work)
-        self._inbox.put(lambda _: self._beside.append(seat))
+        with self._lock:
+            self._refuse_if_gone()
+            seat = Beside(work)
+            self._beside.append(seat)
+        self._inbox.put(lambda _: None)  # an idle loop looks up
         return seat
 
     def close(self) -> None:
         """Stop the loop; requests still running get EngineStopped. Returns when the thread has ended."""
-        if not self._closed:
-            self._closed = True
+        with self._lock:
+            begun, self._closed = self._closed, True
+        if not begun:
             self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             join_fully(self._thread)
@@ -215,7 +222,7 @@ class Worker:
             engine.add(request, self._watching(request.id, sink))
         except MlxServeError as error:
             self._drop(request.id)
-            sink(error)
+            _tell(sink, error)
 
     def _watching(self, request_id: str, sink: Sink) -> Sink:
         """`sink`, and the request is forgotten with its last word."""
@@ -230,8 +237,8 @@ class Worker:
     # -- who waits for an answer -----------------------------------------------------------------------------
 
     def _register(self, request_id: str, sink: Sink) -> None:
-        self._refuse_if_gone()
         with self._lock:
+            self._refuse_if_gone()
             self._sinks[request_id] = sink
 
     def _drop(self, request_id: str) -> None:
@@ -247,11 +254,22 @@ class Worker:
     def _tell_all(self, error: MlxServeError) -> None:
         with self._lock:
             sinks, self._sinks = list(self._sinks.values()), {}
+            calls, self._calls = self._calls, set()
         for sink in sinks:
-            sink(error)
+            _tell(sink, error)
+        for future in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _die(self, error: BaseException) -> None:
-        self._dead = error
+        with self._lock:
+            self._dead = error
         self._tell_all(EngineStopped(f"The engine has stopped ({type(error).__name__}: {error})."))
         if self._on_death is not None:
             self._on_death(error)
+
+
+def _tell(sink: Sink, error: MlxServeError) -> None:
+    """A last word; whoever cannot take it has left, and the others are told all the same."""
+    with contextlib.suppress(Exception):
+        sink(error)

@@ -166,16 +166,32 @@ def test_what_building_raises_is_raised_here() -> None:
 
 
 def test_case_22_a_loop_that_dies_tells_everybody() -> None:
-    worker = Worker(engine, on_death=lambda error: deaths.append(error))
+    """Those who run, who came while it died, who cannot hear, and who wait for a call to be made."""
     deaths: list[BaseException] = []
+    worker = Worker(engine, on_death=deaths.append)
+    stepping, more = threading.Event(), threading.Event()
 
-    def die(subject: Engine) -> None:
-        subject.step = lambda: (_ for _ in ()).throw(SystemError("gone"))  # type: ignore[method-assign]
+    def step() -> None:
+        stepping.set()
+        assert more.wait(10)
+        raise SystemError("gone")
 
-    worker.call(die).result(10)
-    answer = collected(worker, request([1], 50))
-    assert isinstance(answer.error, EngineStopped) and "gone" in answer.error.message
+    def deaf(news: Any) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    worker.call(lambda subject: setattr(subject, "step", step)).result(10)
+    answers = [Answer(), Answer()]
+    worker.submit(request([1], 50), answers[0])
+    assert stepping.wait(10)
+    worker.submit(request([2], 50), deaf)
+    worker.submit(request([3], 50), answers[1])
+    call = worker.call(lambda subject: subject.stats())
+    more.set()
+    with pytest.raises(EngineStopped, match="gone"):
+        call.result(10)
     worker._thread.join(10)
+    for answer in answers:
+        assert isinstance(answer.error, EngineStopped) and "gone" in answer.error.message
     assert not worker.healthy and len(deaths) == 1
     with pytest.raises(EngineStopped, match="gone"):
         worker.submit(request([1], 2), Answer())
