@@ -269,7 +269,7 @@ class AdapterStack:
             self._layers[factors.path] = layer._factors = factors
             if not hasattr(type(layer), "plain"):
                 own_class: Any = type(layer)
-                layer.__class__ = _adapting_part(own_class) if adds_up(layer) else _adapting(own_class)
+                layer.__class__ = _adapting(own_class, _part_product if adds_up(layer) else _whole_product)
         else:
             del self._layers[factors.path]
             make_plain(layer)
@@ -293,36 +293,29 @@ def make_plain(layer: nn.Module) -> None:
 
 
 @cache
-def _adapting(layer_class: Hashable) -> type:
+def _adapting(layer_class: Hashable, product: Callable[[Any, mx.array], mx.array]) -> type:
+    """A layer's class, but for what a call computes: product(layer, x)."""
     base: Any = layer_class
 
     class Adapting(base):
         plain = base
 
         def __call__(self, x: mx.array) -> mx.array:
-            return self._factors.add(x, super().__call__(x))
+            return product(self, x)
 
     Adapting.__name__ = base.__name__
     Adapting.__qualname__ = base.__qualname__
     return Adapting
 
 
-@cache
-def _adapting_part(layer_class: Hashable) -> type:
-    """The same for a layer that adds up over ranks: one sum for the base's product and the adapters'."""
-    base: Any = layer_class
+def _whole_product(layer: Any, x: mx.array) -> mx.array:
+    return layer._factors.add(x, type(layer).plain.__call__(layer, x))
 
-    class Adapting(base):
-        plain = base
 
-        def __call__(self, x: mx.array) -> mx.array:
-            y = self._factors.add(x, own_product(self, x))
-            y = mx.distributed.all_sum(y, group=self.group)
-            return y + self["bias"] if "bias" in self else y
-
-    Adapting.__name__ = base.__name__
-    Adapting.__qualname__ = base.__qualname__
-    return Adapting
+def _part_product(layer: Any, x: mx.array) -> mx.array:
+    """Of a layer that adds up over ranks: one sum for the base's product and the adapters'."""
+    y = mx.distributed.all_sum(layer._factors.add(x, own_product(layer, x)), group=layer.group)
+    return y + layer["bias"] if "bias" in layer else y
 
 
 def check_fit(model: nn.Module, adapter: Adapter) -> None:
