@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,21 @@ class Server:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(WAIT_S)
+
+
+@contextmanager
+def launched(folder: Path, model: Path, *options: str, serve: Sequence[str] = ()) -> Iterator[Server]:
+    """A server on two ranks by tensors; it has to end well, and nothing of it may be left."""
+    marked = Marked(folder)
+    try:
+        server = Server(
+            marked, model, "-n", "2", "--split", "tensor:2", "--deadline", "6", *options, serve=serve
+        )
+        yield server
+        assert server.stop() == 0, "".join(server.said)
+        marked.nobody_is_left()
+    finally:
+        marked.clean()
 
 
 ENDS = range(256, 256 + len(tiny.BYTE_SPECIALS))

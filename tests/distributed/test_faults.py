@@ -26,7 +26,7 @@ from mlxserve.errors import DoesNotFit, UsageError
 from mlxserve.models.resolve import resolve
 from tests import tiny
 from tests.distributed.processes import WAIT_S, Marked, until
-from tests.distributed.served import CONTEXT, Server, truth
+from tests.distributed.served import CONTEXT, Server, launched, truth
 
 LONG = 150
 
@@ -45,16 +45,9 @@ def alone(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    marked = Marked(tmp_path_factory.mktemp("served"))
-    made = None
-    try:
-        options = ["-n", "2", "--split", "tensor:2", "--deadline", "6", "--sweep", "0.2", "--restarts", "9"]
-        made = Server(marked, model, *options)
+    patience = ["--sweep", "0.2", "--restarts", "9"]
+    with launched(tmp_path_factory.mktemp("served"), model, *patience) as made:
         yield made
-        assert made.stop() == 0, "".join(made.said)
-        marked.nobody_is_left()
-    finally:
-        marked.clean()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from mlxserve import LLM, SamplingParams
 from tests import tiny
 from tests.adapters import write_adapter
 from tests.distributed.processes import WAIT_S, Marked, until
-from tests.distributed.served import CONTEXT, Server, truth
+from tests.distributed.served import CONTEXT, Server, launched, truth
 
 NAMES = ("one", "two")
 
@@ -42,16 +42,9 @@ def alone(model: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """On two ranks by tensors, with one adapter from the start."""
-    marked = Marked(tmp_path_factory.mktemp("served"))
-    made = None
-    try:
-        options = ["-n", "2", "--split", "tensor:2", "--deadline", "6"]
-        made = Server(marked, model, *options, serve=["--adapter", f"one={model.parent / 'one'}"])
+    started = ["--adapter", f"one={model.parent / 'one'}"]
+    with launched(tmp_path_factory.mktemp("served"), model, serve=started) as made:
         yield made
-        assert made.stop() == 0, "".join(made.said)
-        marked.nobody_is_left()
-    finally:
-        marked.clean()
 
 
 def text_of(answer: Any) -> str:
