@@ -1,12 +1,14 @@
-"""One server with one stub engine for the tests of a file; each test begins with a fresh engine state."""
+"""One server for the tests of a file: with one stub engine, which begins anew for each test, or with the real one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.server import real as real_engine
 from tests.server.stub import RunningServer, StubEngine, bag_of_bytes, running
 
 
@@ -37,3 +39,15 @@ def stub(server: RunningServer) -> StubEngine:
 def http(_server: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=_server.url, timeout=60, verify=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return real_engine.write_model(tmp_path_factory.mktemp("real"))
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[RunningServer]:
+    server = real_engine.start(folder)
+    yield server
+    server.stop()
